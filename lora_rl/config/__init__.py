@@ -1,0 +1,25 @@
+"""Strict configuration: a typed schema, YAML inheritance, dotted overrides, rules between keys.
+
+Nothing here imports torch, transformers, ray or vllm, so `--help`, `--dry-run` and every error answer at once.
+Read in this order: `schema/` (every key), `load` (file + overrides -> RunConfig), `rules`, `model_rules` and
+`capabilities` (what is refused and why), `layout` (the processes a configuration asks for), `command_line`.
+"""
+
+from lora_rl.config.command_line import CommandLine, exit_on_config_error, parse_command_line
+from lora_rl.config.errors import ConfigError, Violation
+from lora_rl.config.layout import Layout, derive_layout
+from lora_rl.config.load import load_config, resolved_yaml
+from lora_rl.config.schema import RunConfig
+
+__all__ = [
+    "CommandLine",
+    "ConfigError",
+    "Layout",
+    "RunConfig",
+    "Violation",
+    "derive_layout",
+    "exit_on_config_error",
+    "load_config",
+    "parse_command_line",
+    "resolved_yaml",
+]

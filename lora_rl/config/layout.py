@@ -1,0 +1,222 @@
+"""The processes a configuration asks for, and the counts that follow from it."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lora_rl.config.errors import ConfigError, Violation
+from lora_rl.config.model_files import read_model_facts
+from lora_rl.config.schema import RunConfig
+
+PlatformName = Literal["cpu", "cuda"]
+
+# Below this width a matrix product is too small to share: a second OpenMP thread only spins.
+_MIN_HIDDEN_SIZE_FOR_THREADS = 512
+# On a GPU the CPU threads only feed the device.
+_MAX_THREADS_WITH_GPU = 8
+_MAX_RANKS_LISTED = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes and batch sizes of a run.
+
+    Attributes:
+        platform: where ranks and engines compute.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes; world_size = tp x dp x pp.
+        world_size: Megatron ranks, one process each.
+        num_engines: vLLM engines.
+        engine_tp: processes per engine.
+        sequences_per_step: completions sampled per step.
+        optimizer_steps_per_batch: optimizer steps on each of those batches.
+        sequences_per_rank: sequences of one optimizer step on each data-parallel rank.
+        threads_per_rank, threads_per_engine: OpenMP threads of each Megatron rank and of each engine process.
+    """
+
+    platform: PlatformName
+    tp: int
+    pp: int
+    dp: int
+    world_size: int
+    num_engines: int
+    engine_tp: int
+    sequences_per_step: int
+    optimizer_steps_per_batch: int
+    sequences_per_rank: int
+    threads_per_rank: int
+    threads_per_engine: int
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(tp, pp, dp) indices of a Megatron rank, in the order tp-dp-pp with tp fastest."""
+        tp_index = rank % self.tp
+        dp_index = rank // self.tp % self.dp
+        return tp_index, rank // (self.tp * self.dp), dp_index
+
+    def describe(self) -> str:
+        """The processes and derived counts, several lines for a reader."""
+        lines = [
+            f"platform: {self.platform}",
+            f"Megatron: {_count(self.world_size, 'rank')} = tp {self.tp} x pp {self.pp} x dp {self.dp}, "
+            f"{_count(self.threads_per_rank, 'thread')} each",
+        ]
+        listed = self.world_size if self.world_size <= 2 * _MAX_RANKS_LISTED else _MAX_RANKS_LISTED
+        for rank in range(listed):
+            tp_index, pp_index, dp_index = self.coordinates(rank)
+            lines.append(f"  rank {rank}: tp {tp_index}, pp {pp_index}, dp {dp_index}")
+        if listed < self.world_size:
+            lines.append(f"  ... and {self.world_size - listed} more ranks")
+        lines += [
+            f"vLLM: {_count(self.num_engines, 'engine')} of tp {self.engine_tp}, "
+            f"{_count(self.threads_per_engine, 'thread')} per process, taking turns with the ranks",
+            f"each step: {_count(self.sequences_per_step, 'sequence')}, "
+            f"{_count(self.optimizer_steps_per_batch, 'optimizer step')}, "
+            f"{self.sequences_per_rank} sequences per data-parallel rank in each",
+        ]
+        return "\n".join(lines)
+
+
+def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, cores: int | None = None) -> Layout:
+    """Work out the processes of a run.
+
+    Args:
+        config: a configuration that `load_config` accepted.
+        platform: overrides `cluster.platform`.
+        cores: CPU cores per node; overrides `cluster.num_cpus` and what this machine has.
+
+    Raises:
+        ConfigError: the configuration does not fit, which happens when `platform` is not the one it was checked for.
+    """
+    platform = platform or platform_of(config)
+    if violations := list(layout_violations(config, platform)):
+        raise ConfigError(violations)
+    cores = cores or config.cluster.num_cpus or available_cores()
+    megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    nodes, per_node = config.cluster.num_nodes, ranks_per_node(config, platform)
+    world_size = per_node * nodes
+    dp = world_size // (tp * pp)
+    engine_tp = vllm.tensor_parallel_size
+    # On the CPU one engine per node: a second one would take the same cores and its own copy of the weights.
+    num_engines = nodes if platform == "cpu" else world_size // engine_tp
+    engine_processes_per_node = math.ceil(num_engines * engine_tp / nodes)
+    tiny = platform == "cpu" and _is_tiny(config)
+    return Layout(
+        platform=platform,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        world_size=world_size,
+        num_engines=num_engines,
+        engine_tp=engine_tp,
+        sequences_per_step=config.sequences_per_step,
+        optimizer_steps_per_batch=config.sequences_per_step // config.train_global_batch_size,
+        sequences_per_rank=config.train_global_batch_size // dp,
+        # Ranks and engines take turns, so each side may use all cores.
+        threads_per_rank=megatron.num_threads or _threads(cores, per_node, platform, tiny),
+        threads_per_engine=vllm.num_threads or _threads(cores, engine_processes_per_node, platform, tiny),
+    )
+
+
+def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Violation]:
+    """What keeps the ranks from dividing evenly, and the batch from dividing over them."""
+    megatron = config.policy.megatron_cfg
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    per_node, nodes = ranks_per_node(config, platform), config.cluster.num_nodes
+    world_size = per_node * nodes
+    if world_size == 0:
+        problem = "no GPU was found on this machine; set it to the GPUs per node, or cluster.platform to cpu"
+        yield Violation("cluster.gpus_per_node", problem, config.cluster.gpus_per_node)
+        return
+    if world_size % (tp * pp):
+        yield Violation(
+            "cluster.gpus_per_node",
+            f"gpus_per_node x cluster.num_nodes = {per_node} x {nodes} = {world_size} ranks are not a multiple of "
+            f"tensor_model_parallel_size x pipeline_model_parallel_size = {tp} x {pp} = {tp * pp}; "
+            f"set it to a multiple, or lower tp or pp",
+            config.cluster.gpus_per_node,
+        )
+        return
+    engine_tp = config.policy.generation.vllm_cfg.tensor_parallel_size
+    if platform == "cuda" and world_size % engine_tp:
+        yield Violation(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"the {world_size} GPUs are not a multiple of it; use a divisor of {world_size}",
+            engine_tp,
+        )
+    dp, batch = world_size // (tp * pp), config.train_global_batch_size
+    if batch % dp:
+        yield Violation(
+            "policy.train_global_batch_size",
+            f"{batch} sequences do not divide over {dp} data-parallel ranks; use a multiple of {dp}",
+            config.policy.train_global_batch_size,
+        )
+    micro = config.policy.train_micro_batch_size
+    if not config.policy.dynamic_batching.enabled and micro and batch % (dp * micro):
+        yield Violation(
+            "policy.train_micro_batch_size",
+            f"the {batch // dp} sequences of a rank are not a multiple of it; use a divisor of {batch // dp}",
+            micro,
+        )
+
+
+def ranks_per_node(config: RunConfig, platform: PlatformName) -> int:
+    """Megatron ranks per node: `cluster.gpus_per_node`, else tp x pp on the CPU and all GPUs found here on CUDA."""
+    if config.cluster.gpus_per_node is not None:
+        return config.cluster.gpus_per_node
+    if platform == "cpu":
+        megatron = config.policy.megatron_cfg
+        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    return count_gpus()
+
+
+def platform_of(config: RunConfig) -> PlatformName:
+    """`cluster.platform`, with `auto` looked up on this machine."""
+    if config.cluster.platform != "auto":
+        return config.cluster.platform
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return "cuda" if not hidden and (_gpu_devices() or shutil.which("nvidia-smi")) else "cpu"
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs this process may use, without loading a driver library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(_gpu_devices())
+    return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+
+
+def available_cores() -> int:
+    """CPU cores this process may use: its affinity, or the container's quota if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota_file = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "<quota us | max> <period us>"
+    if quota_file.is_file():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _gpu_devices() -> list[Path]:
+    return list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _threads(cores: int, processes: int, platform: PlatformName, tiny: bool) -> int:
+    if tiny:
+        return 1
+    threads = max(1, cores // processes)
+    return threads if platform == "cpu" else min(threads, _MAX_THREADS_WITH_GPU)
+
+
+def _is_tiny(config: RunConfig) -> bool:
+    facts = read_model_facts(config.policy.model_name)
+    return facts is not None and (facts.hidden_size or math.inf) < _MIN_HIDDEN_SIZE_FOR_THREADS
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,205 @@
+"""Rules between keys. Each yields what is wrong, why, and what to set instead; none needs the model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lora_rl.config.errors import Violation
+from lora_rl.config.layout import layout_violations, platform_of
+from lora_rl.config.schema import RunConfig
+
+Rule = Callable[[RunConfig], Iterator[Violation]]
+
+
+def group_needs_two(config: RunConfig) -> Iterator[Violation]:
+    """Every advantage is measured against the group's mean, which is the completion itself in a group of one."""
+    size = config.grpo.num_generations_per_prompt
+    if size < 2:
+        problem = "a group baseline needs at least 2 completions per prompt, or every advantage is 0; use 8, say"
+        yield Violation("grpo.num_generations_per_prompt", problem, size)
+
+
+def batch_divides_step(config: RunConfig) -> Iterator[Violation]:
+    """A step's sequences are split into whole optimizer steps."""
+    batch, total = config.policy.train_global_batch_size, config.sequences_per_step
+    if batch is not None and total % batch:
+        yield Violation(
+            "policy.train_global_batch_size",
+            "must divide grpo.num_prompts_per_step x grpo.num_generations_per_prompt = "
+            f"{config.grpo.num_prompts_per_step} x {config.grpo.num_generations_per_prompt} = {total}; "
+            "null takes all of them in one optimizer step",
+            batch,
+        )
+
+
+def layout_fits(config: RunConfig) -> Iterator[Violation]:
+    """Ranks divide into tp x pp, batches divide over dp."""
+    yield from layout_violations(config, platform_of(config))
+
+
+def several_nodes_need_a_cluster(config: RunConfig) -> Iterator[Violation]:
+    """A Ray that the run starts itself has this machine only."""
+    if config.cluster.num_nodes > 1 and config.cluster.address is None:
+        problem = "several nodes need a running Ray cluster; set cluster.address, for example to auto"
+        yield Violation("cluster.num_nodes", problem, config.cluster.num_nodes)
+
+
+def sampling_is_random(config: RunConfig) -> Iterator[Violation]:
+    """Logits are divided by the temperature, and greedy completions of one prompt are all the same."""
+    if config.policy.generation.temperature == 0:
+        problem = (
+            "greedy rollouts of one prompt are all equal, so there is no advantage and no probability to correct "
+            "by; use a temperature > 0 (grpo.val_temperature may be 0)"
+        )
+        yield Violation("policy.generation.temperature", problem, 0)
+
+
+def correction_needs_full_distribution(config: RunConfig) -> Iterator[Violation]:
+    """top-p and top-k make the engine renormalise over the kept tokens; the trainer's probabilities are over all."""
+    if not config.loss_fn.use_importance_sampling_correction:
+        return
+    problem = (
+        "with loss_fn.use_importance_sampling_correction the engine's probabilities, renormalised over the tokens "
+        "it kept, are not comparable with the trainer's; "
+    )
+    generation = config.policy.generation
+    if generation.top_p < 1:
+        yield Violation("policy.generation.top_p", problem + "use 1.0 or switch the correction off", generation.top_p)
+    if (generation.top_k or 0) > 0:
+        yield Violation("policy.generation.top_k", problem + "use null or switch the correction off", generation.top_k)
+
+
+def correction_bounds(config: RunConfig) -> Iterator[Violation]:
+    """The chosen truncation has the bounds it uses, in order."""
+    loss = config.loss_fn
+    kind = loss.importance_sampling_type
+    if not loss.use_importance_sampling_correction or kind is None:
+        return
+    upper_key, lower_key = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
+    upper, lower = getattr(loss, upper_key), getattr(loss, lower_key)
+    if upper is None:
+        yield Violation(f"loss_fn.{upper_key}", f"importance_sampling_type {kind} needs it; use 2.0, say", None)
+    if kind == "tis":
+        return
+    if lower is None:
+        yield Violation(f"loss_fn.{lower_key}", f"importance_sampling_type {kind} needs it; use 0.5, say", None)
+    elif upper is not None and lower >= upper:
+        yield Violation(f"loss_fn.{lower_key}", f"must be less than loss_fn.{upper_key} = {upper}", lower)
+
+
+def dual_clip_above_one(config: RunConfig) -> Iterator[Violation]:
+    """The dual clip bounds the ratio of negative advantages from above (Ye et al. 2020: c > 1)."""
+    bound = config.loss_fn.ratio_clip_c
+    if bound is not None and bound <= 1:
+        yield Violation("loss_fn.ratio_clip_c", "must be > 1 (3.0 is usual), or null to switch dual clip off", bound)
+
+
+def completion_leaves_room_for_prompt(config: RunConfig) -> Iterator[Violation]:
+    """A sequence holds a prompt and a completion, in the trainer and in the engine."""
+    new, total = config.policy.generation.max_new_tokens, config.policy.max_total_sequence_length
+    if new >= total:
+        problem = f"must be less than policy.max_total_sequence_length = {total}, to leave room for the prompt"
+        yield Violation("policy.generation.max_new_tokens", problem, new)
+    engine_length = config.policy.generation.vllm_cfg.max_model_len
+    if engine_length is not None and engine_length <= new:
+        problem = f"must be more than policy.generation.max_new_tokens = {new}; null takes {total}"
+        yield Violation("policy.generation.vllm_cfg.max_model_len", problem, engine_length)
+
+
+def microbatch_size_is_known(config: RunConfig) -> Iterator[Violation]:
+    """Microbatches are cut by tokens or by sequences."""
+    batching, micro = config.policy.dynamic_batching, config.policy.train_micro_batch_size
+    longest = config.policy.max_total_sequence_length
+    if not batching.enabled and micro is None:
+        problem = "needed when policy.dynamic_batching.enabled is false; use 1, or switch dynamic batching on"
+        yield Violation("policy.train_micro_batch_size", problem, None)
+    if batching.enabled and batching.train_mb_tokens < longest:
+        problem = f"one sequence of policy.max_total_sequence_length = {longest} tokens must fit; raise it to that"
+        yield Violation("policy.dynamic_batching.train_mb_tokens", problem, batching.train_mb_tokens)
+
+
+def engine_iteration_holds_sequences(config: RunConfig) -> Iterator[Violation]:
+    """vLLM decodes one token of each running sequence per iteration."""
+    vllm = config.policy.generation.vllm_cfg
+    tokens = vllm.max_num_batched_tokens
+    if tokens is not None and tokens < vllm.max_num_seqs:
+        problem = f"must be at least policy.generation.vllm_cfg.max_num_seqs = {vllm.max_num_seqs}, or null"
+        yield Violation("policy.generation.vllm_cfg.max_num_batched_tokens", problem, tokens)
+
+
+def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]:
+    """A key that would be ignored is refused."""
+    colocated = config.policy.generation.colocated
+    for name in ("gpus_per_node", "num_nodes"):
+        value = getattr(colocated.resources, name)
+        if colocated.enabled and value is not None:
+            problem = "has no effect while policy.generation.colocated.enabled is true; leave it null"
+            yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
+
+
+def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
+    """The learning rate warms up within the run, then decays."""
+    scheduler, optimizer = config.policy.megatron_cfg.scheduler, config.policy.megatron_cfg.optimizer
+    warmup, steps = scheduler.lr_warmup_iters, config.grpo.max_num_steps
+    prefix = "policy.megatron_cfg.scheduler"
+    if warmup > steps:
+        problem = f"the warm-up is longer than the run; use at most grpo.max_num_steps = {steps}"
+        yield Violation(f"{prefix}.lr_warmup_iters", problem, warmup)
+    decay = scheduler.lr_decay_iters
+    if decay is not None and decay <= warmup:
+        problem = f"must be more than {prefix}.lr_warmup_iters = {warmup}; null takes grpo.max_num_steps"
+        yield Violation(f"{prefix}.lr_decay_iters", problem, decay)
+    for key in (f"{prefix}.lr_warmup_init", "policy.megatron_cfg.optimizer.min_lr"):
+        section = scheduler if key.endswith("init") else optimizer
+        value = getattr(section, key.rpartition(".")[2])
+        if value > optimizer.lr:
+            problem = f"must not be more than policy.megatron_cfg.optimizer.lr = {optimizer.lr}"
+            yield Violation(key, problem, value)
+
+
+def adapter_rank_divides(config: RunConfig) -> Iterator[Violation]:
+    """Tensor parallelism shards the rank dimension of column-parallel adapters."""
+    dim, tp = config.policy.megatron_cfg.peft.dim, config.policy.megatron_cfg.tensor_model_parallel_size
+    if dim % tp:
+        problem = f"must be a multiple of policy.megatron_cfg.tensor_model_parallel_size = {tp}"
+        yield Violation("policy.megatron_cfg.peft.dim", problem, dim)
+
+
+def held_out_pairs_leave_training_pairs(config: RunConfig) -> Iterator[Violation]:
+    """One-digit numbers start at 0, longer ones have no leading zero."""
+    addition = config.data.addition
+    numbers = 10 if addition.digits == 1 else 9 * 10 ** (addition.digits - 1)
+    if config.data.task == "addition" and addition.held_out_pairs >= numbers**2:
+        problem = (
+            f"there are only {numbers**2} pairs of {addition.digits}-digit numbers; use fewer, to train on the rest"
+        )
+        yield Violation("data.addition.held_out_pairs", problem, addition.held_out_pairs)
+
+
+def chat_template_exists(config: RunConfig) -> Iterator[Violation]:
+    """The template is a file."""
+    template = config.policy.tokenizer.chat_template
+    if template is not None and not Path(template).is_file():
+        problem = "no such file; name a Jinja file, or null for the tokenizer's own template"
+        yield Violation("policy.tokenizer.chat_template", problem, template)
+
+
+RULES: tuple[Rule, ...] = (
+    group_needs_two,
+    batch_divides_step,
+    layout_fits,
+    several_nodes_need_a_cluster,
+    sampling_is_random,
+    correction_needs_full_distribution,
+    correction_bounds,
+    dual_clip_above_one,
+    completion_leaves_room_for_prompt,
+    microbatch_size_is_known,
+    engine_iteration_holds_sequences,
+    colocated_engines_have_no_own_gpus,
+    learning_rate_schedule,
+    adapter_rank_divides,
+    held_out_pairs_leave_training_pairs,
+    chat_template_exists,
+)

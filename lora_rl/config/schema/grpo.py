@@ -1,0 +1,88 @@
+"""Sections `grpo` and `loss_fn`: the algorithm."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lora_rl.config.schema.base import BelowOne, Section
+
+
+class AsyncGRPOConfig(Section):
+    """`grpo.async_grpo`: generate the next batch while training on this one."""
+
+    enabled: bool = Field(False, description="Generate while training; false: strictly one after the other.")
+    max_trajectory_age_steps: NonNegativeInt = Field(
+        1, description="Oldest weights, in steps behind the trainer, whose rollouts are still trained on."
+    )
+    in_flight_weight_updates: bool = Field(
+        False, description="Push new weights into running generations instead of waiting for them to end."
+    )
+
+
+class GRPOConfig(Section):
+    """`grpo`: batches, advantages, validation, length of the run."""
+
+    num_prompts_per_step: PositiveInt = Field(32, description="Prompts drawn per step.")
+    num_generations_per_prompt: PositiveInt = Field(8, description="Completions sampled per prompt: the group size.")
+    max_num_steps: PositiveInt = Field(200, description="Steps after which the run ends.")
+    max_num_epochs: PositiveInt | None = Field(
+        None, description="Passes over the prompts after which the run ends, if earlier; null: no such limit."
+    )
+    normalize_rewards: bool = Field(True, description="Divide advantages by the group's standard deviation.")
+    use_leave_one_out_baseline: bool = Field(
+        False, description="Baseline of a completion = mean reward of the others of its group (RLOO)."
+    )
+    drop_zero_variance_groups: bool = Field(
+        True,
+        description="Do not train on groups whose rewards are all equal: their advantages are 0; "
+        "the loss normaliser then counts the remaining tokens only.",
+    )
+    val_period: NonNegativeInt = Field(20, description="Steps between validations; 0: none while training.")
+    val_at_start: bool = Field(True, description="Validate once before the first step.")
+    max_val_samples: PositiveInt = Field(256, description="Held-out prompts used per validation.")
+    val_batch_size: PositiveInt = Field(256, description="Held-out prompts generated at once.")
+    val_num_generations: PositiveInt = Field(1, description="Completions sampled per validation prompt.")
+    val_temperature: NonNegativeFloat = Field(1.0, description="Sampling temperature in validation; 0: greedy.")
+    seed: NonNegativeInt = Field(42, description="Seed of sampling, adapter initialisation and data order.")
+    async_grpo: AsyncGRPOConfig = Field(default_factory=AsyncGRPOConfig)
+
+
+class LossConfig(Section):
+    """`loss_fn`: clipped policy loss, KL penalty, correction for the engine's own probabilities."""
+
+    reference_policy_kl_penalty: NonNegativeFloat = Field(
+        0.0, description="Coefficient of the KL to the reference policy; 0: no reference forward pass."
+    )
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator (Schulman 2020).")
+    kl_input_clamp_value: PositiveFloat = Field(
+        20.0, description="Bound on |log reference - log policy| before it is exponentiated, in nats."
+    )
+    ratio_clip_min: BelowOne = Field(0.2, description="The policy ratio is clipped below 1 - this.")
+    ratio_clip_max: NonNegativeFloat = Field(0.2, description="The policy ratio is clipped above 1 + this.")
+    ratio_clip_c: float | None = Field(
+        None, description="Dual clip: bound, > 1, on the loss of negative advantages; null: off."
+    )
+    use_importance_sampling_correction: bool = Field(
+        False, description="Weight tokens by trainer probability / engine probability."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="One importance weight per token, or one per sequence."
+    )
+    importance_sampling_type: Literal["tis", "icepop", "seq_mask"] | None = Field(
+        "tis", description="tis clamps weights, icepop drops tokens, seq_mask drops sequences; null: no bounds."
+    )
+    truncated_importance_sampling_ratio: PositiveFloat | None = Field(
+        2.0, description="Upper bound of the importance weight."
+    )
+    truncated_importance_sampling_ratio_min: PositiveFloat | None = Field(
+        0.5, description="Lower bound of the importance weight; used by icepop and seq_mask."
+    )
+    token_level_loss: bool = Field(True, description="Mean over tokens (DAPO); false: mean over sequences.")
+
+    @property
+    def importance_sampling_bounds(self) -> tuple[float | None, float | None]:
+        """(lower, upper) bound of the importance weight; None where `importance_sampling_type` uses none."""
+        kind = self.importance_sampling_type
+        lower = self.truncated_importance_sampling_ratio_min if kind in ("icepop", "seq_mask") else None
+        upper = self.truncated_importance_sampling_ratio if kind is not None else None
+        return lower, upper

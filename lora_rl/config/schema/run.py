@@ -1,0 +1,148 @@
+"""The remaining sections, and `RunConfig`: the whole configuration of a run."""
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lora_rl.config.schema.base import Precision, Section
+from lora_rl.config.schema.grpo import GRPOConfig, LossConfig
+from lora_rl.config.schema.policy import PolicyConfig
+
+
+class AdditionConfig(Section):
+    """`data.addition`: prompts `a+b=` over all pairs of numbers with the given digits."""
+
+    digits: Annotated[int, Ge(1), Le(3)] = Field(2, description="Digits of both summands.")
+    held_out_pairs: PositiveInt = Field(810, description="Pairs kept for validation and never trained on.")
+    split_seed: NonNegativeInt = Field(0, description="Seed of the split into training and held-out pairs.")
+
+
+class DataConfig(Section):
+    """`data`: where prompts come from."""
+
+    task: Literal["addition"] | None = Field("addition", description="Built-in task.")
+    addition: AdditionConfig = Field(default_factory=AdditionConfig)
+    shuffle: bool = Field(True, description="Draw the prompts of each epoch in a new random order.")
+    seed: NonNegativeInt | None = Field(None, description="Seed of that order; null: grpo.seed.")
+
+
+class RewardConfig(Section):
+    """`reward`: how completions are scored."""
+
+    name: Literal["exact_match"] = Field("exact_match", description="Verifier: 1 for the exact answer, else 0.")
+
+
+class WandbConfig(Section):
+    """`logger.wandb`."""
+
+    project: str = Field("lora-rl", description="Weights & Biases project.")
+    name: str | None = Field(None, description="Name of the run; null: the run folder's name.")
+
+
+class MlflowConfig(Section):
+    """`logger.mlflow`."""
+
+    experiment_name: str = Field("lora-rl", description="MLflow experiment.")
+    run_name: str | None = Field(None, description="Name of the run; null: the run folder's name.")
+
+
+class LoggerConfig(Section):
+    """`logger`: the run folder, trackers and the console. metrics.jsonl is always written."""
+
+    log_dir: str = Field(
+        "results/run",
+        description="Run folder. A file that does not set it gets results/<name of the file>.",
+    )
+    tensorboard_enabled: bool = Field(True, description="Write TensorBoard events into the run folder.")
+    wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    mlflow_enabled: bool = Field(False, description="Log to MLflow.")
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
+    monitor_gpus: bool = Field(False, description="Log GPU utilisation and memory.")
+    num_val_samples_to_print: NonNegativeInt = Field(4, description="Completions shown after each validation.")
+    sample_table_period: NonNegativeInt = Field(
+        10, description="Steps between tables of training completions; 0: never."
+    )
+    console: Literal["auto", "live", "plain", "quiet"] = Field(
+        "auto", description="Console output; auto: live on a terminal, plain lines elsewhere."
+    )
+
+
+class CheckpointingConfig(Section):
+    """`checkpointing`."""
+
+    enabled: bool = Field(False, description="Save checkpoints.")
+    checkpoint_dir: str | None = Field(None, description="Folder of the checkpoints; null: <log_dir>/checkpoints.")
+    metric_name: str | None = Field(None, description="Metric that ranks checkpoints; null: keep the latest.")
+    higher_is_better: bool = Field(True, description="Whether larger values of that metric are better.")
+    keep_top_k: PositiveInt | None = Field(3, description="Checkpoints kept; null: all.")
+    save_period: PositiveInt = Field(20, description="Steps between checkpoints.")
+    checkpoint_must_save_by: str | None = Field(
+        None, description="Save and stop after this run time, days:hours:minutes:seconds; null: no limit."
+    )
+
+
+class ClusterConfig(Section):
+    """`cluster`: machines, Ray, time limits."""
+
+    platform: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to compute; auto: cuda if this machine has an NVIDIA GPU, else cpu."
+    )
+    gpus_per_node: PositiveInt | None = Field(
+        None,
+        description="GPUs used per node, on the CPU Megatron ranks per node; null: all GPUs of this machine, "
+        "on the CPU tp x pp.",
+    )
+    num_nodes: PositiveInt = Field(1, description="Nodes used.")
+    address: str | None = Field(None, description="Address of a running Ray cluster; null: start a local Ray.")
+    num_cpus: PositiveInt | None = Field(None, description="Cores to use per node; null: all that are available.")
+    startup_timeout_s: PositiveFloat = Field(
+        300.0, description="Seconds until every process must be ready; longer ends the job."
+    )
+    step_timeout_s: PositiveFloat = Field(
+        1800.0, description="Seconds one phase of a step may take; longer ends the job."
+    )
+
+
+class RunConfig(Section):
+    """The whole configuration of a run. Null keys that mean "as that other key" have a property below."""
+
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig)
+    loss_fn: LossConfig = Field(default_factory=LossConfig)
+    policy: PolicyConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    logger: LoggerConfig = Field(default_factory=LoggerConfig)
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Completions sampled per step: prompts x generations."""
+        return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+    @property
+    def train_global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return self.policy.train_global_batch_size or self.sequences_per_step
+
+    @property
+    def lr_decay_iters(self) -> int:
+        """Step at which the learning rate has decayed to `min_lr`."""
+        return self.policy.megatron_cfg.scheduler.lr_decay_iters or self.grpo.max_num_steps
+
+    @property
+    def engine_precision(self) -> Precision:
+        """Type of the engine's weights."""
+        return self.policy.generation.vllm_cfg.precision or self.policy.precision
+
+    @property
+    def engine_max_model_len(self) -> int:
+        """Longest sequence of an engine, in tokens."""
+        return self.policy.generation.vllm_cfg.max_model_len or self.policy.max_total_sequence_length
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of prompts."""
+        return self.grpo.seed if self.data.seed is None else self.data.seed

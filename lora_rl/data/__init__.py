@@ -1,0 +1,7 @@
+"""Prompt sources, tokenisation and the resumable data cursor. Imports neither torch nor transformers."""
+
+from lora_rl.data.addition import addition_pairs, addition_prompts
+from lora_rl.data.source import Prompt, PromptSource
+from lora_rl.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Prompt", "PromptSource", "Tokenizer", "addition_pairs", "addition_prompts", "load_tokenizer"]

@@ -1,0 +1,331 @@
+"""One Megatron rank of the policy: logprobs, gradients, optimizer steps. Knows nothing of Ray or of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lora_rl.algorithm import LossSettings, MetricSum, Normaliser, as_floats, merge, policy_loss
+from lora_rl.lora.targets import adapter_modules
+from lora_rl.policy.logprobs import vocab_parallel_logprobs
+from lora_rl.policy.model import PolicyModel, build_policy_model
+from lora_rl.policy.platform import Platform
+
+if TYPE_CHECKING:
+    from lora_rl.config import RunConfig
+    from lora_rl.rollout.types import TrainBatch
+
+
+class AdapterGradientError(RuntimeError):
+    """An adapter took part in no gradient although the batch carried a signal: it would never train."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Right-padded tokens of one forward pass on this rank's device. B sequences, T positions.
+
+    Attributes:
+        rows: rows of the shard these sequences come from (empty for a microbatch that only keeps ranks in step).
+        tokens: int64 [B, T].
+        mask: bool [B, T], true at completion tokens.
+        positions: int64 [N, 2], (sequence, position) of each completion token; T order within a sequence.
+    """
+
+    rows: list[int]
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports.
+
+    Attributes:
+        metrics: undivided sums over this rank's shard; empty except on the last pipeline stage of tp rank 0.
+        grad_norm: global gradient norm before clipping; 0 when the step was skipped.
+        learning_rate: rate used in this step.
+        updated: whether the optimizer stepped (false when the batch had no token to train on).
+    """
+
+    metrics: dict[str, MetricSum]
+    grad_norm: float
+    learning_rate: float
+    updated: bool
+
+
+class PolicyRank:
+    """The model, optimizer and schedule of one rank, with the collective operations every rank calls alike."""
+
+    def __init__(self, config: RunConfig, platform: Platform) -> None:
+        """Build the model and its optimizer. The process group must be up (`initialise_parallel`)."""
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.config = config
+        self.platform = platform
+        self.model: PolicyModel = build_policy_model(config, platform)
+        self.temperature = config.policy.generation.temperature
+        self.loss_settings = loss_settings(config)
+        self._forward_backward = get_forward_backward_func()
+        self._parallel = parallel_state
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.reports_metrics = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+
+        settings, schedule = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer=settings.optimizer,
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.adam_beta1,
+                adam_beta2=settings.adam_beta2,
+                adam_eps=settings.adam_eps,
+                clip_grad=config.policy.max_grad_norm or 0.0,
+                # The trainable parameters are float32 adapters whatever the base: no loss scaling, no master copies.
+                bf16=False,
+                fp16=False,
+                params_dtype=torch.float32,
+                use_distributed_optimizer=False,
+            ),
+            self.model.chunks,
+        )
+        # A finite decay length is needed even for a constant rate, and it must exceed the warm-up.
+        decay_steps = max(schedule.lr_decay_iters or config.grpo.max_num_steps, schedule.lr_warmup_iters + 1)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=schedule.lr_warmup_init,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=schedule.lr_warmup_iters,
+            lr_decay_steps=decay_steps,
+            lr_decay_style=schedule.lr_decay_style,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=decay_steps,
+            wd_incr_style="constant",
+        )
+        model_config = self.model.module.config
+        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.grad_scale_func = None
+        model_config.timers = None
+        self._gradients_checked = False
+
+    # -- what the loop calls -----------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        shard: TrainBatch,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        old_logprobs: np.ndarray | None = None,
+        reference_logprobs: np.ndarray | None = None,
+    ) -> StepResult:
+        """One optimizer step on this rank's shard. Every rank must call it with equally many microbatches.
+
+        Gradients do not depend on how the step is cut into microbatches, data-parallel shards or padding: each
+        token's loss is divided by counts of the *whole* step, and microbatches and shards add up.
+
+        Args:
+            shard: this data-parallel rank's sequences, with the global counts of the step.
+            microbatches: rows of each microbatch; an empty one only keeps the ranks in step.
+            old_logprobs: float32 [B, T], logprobs under the policy that started the batch; None when this is the
+                batch's first and only update, where they equal the current ones and one forward pass suffices.
+            reference_logprobs: float32 [B, T]; None when the KL coefficient is 0.
+
+        Raises:
+            AdapterGradientError: after the first update with a signal, some adapter got no gradient.
+        """
+        if shard.global_tokens == 0:
+            return StepResult({}, 0.0, self.learning_rate, updated=False)
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        normaliser = Normaliser(tokens=float(shard.global_tokens), sequences=float(shard.global_sequences))
+        # Megatron divides by the number of microbatches and averages over data-parallel ranks; undo both.
+        scale = len(microbatches) * self.dp_size
+
+        def loss(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            logprobs, entropy = self._logprobs(microbatch, logits)
+            rows = microbatch.rows
+            on_device = partial(self._rows_to_device, rows=rows, width=microbatch.tokens.shape[1])
+            output = policy_loss(
+                self.loss_settings,
+                logprobs=logprobs,
+                advantages=self._vector_to_device(shard.advantages, rows),
+                token_mask=microbatch.mask,
+                sample_mask=microbatch.mask.any(dim=1),
+                normaliser=normaliser,
+                old_logprobs=on_device(old_logprobs),
+                behaviour_logprobs=on_device(shard.behaviour_logprobs),
+                reference_logprobs=on_device(reference_logprobs),
+                entropy=entropy,
+            )
+            return output.loss * scale, {"metrics": output.metrics}
+
+        results = self._run(shard, microbatches, loss, forward_only=False)
+        if not self._gradients_checked and np.any(shard.advantages != 0):
+            self._check_every_adapter_has_gradient()
+            self._gradients_checked = True
+        # The schedule counts from the step about to be taken, so that the first step already has a rate above 0.
+        self.scheduler.step(increment=1)
+        rate = self.learning_rate
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            raise RuntimeError("Megatron's optimizer refused the step: the gradient norm is not finite")
+        metrics = as_floats(merge([r["metrics"] for r in results])) if self.reports_metrics else {}
+        return StepResult(metrics, float(grad_norm or 0.0), rate, updated=True)
+
+    def logprobs(
+        self, shard: TrainBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False
+    ) -> np.ndarray | None:
+        """Logprobs of the completion tokens, without gradients.
+
+        Args:
+            reference: under the reference policy. The run started from B = 0, so that is the model with its
+                adapters switched off.
+
+        Returns:
+            float32 [B, T] (0 outside completions) on the last pipeline stage, None on the others.
+        """
+        from contextlib import nullcontext
+
+        def collect(microbatch: Microbatch, logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, Any]:
+            return {"rows": microbatch.rows, "logprobs": self._logprobs(microbatch, logits)[0]}
+
+        switch = self.model.lora.disable_adapter(self.model.chunks) if reference else nullcontext()
+        with switch, torch.no_grad():
+            results = self._run(shard, microbatches, collect, forward_only=True)
+        if not self.is_last_stage:
+            return None
+        out = np.zeros(shard.token_ids.shape, dtype=np.float32)
+        for result in results:
+            values = result["logprobs"].float().cpu().numpy()
+            for row, line in zip(result["rows"], values, strict=False):
+                out[row, : len(line)] = line
+        return out
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the adapters' parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes for the log: parameters on this rank, trainable ones, adapters."""
+        module = self.model.module
+        return {
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
+            "adapters": len(adapter_modules(module)),
+        }
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, shard: TrainBatch, microbatches: Sequence[Sequence[int]], loss: Any, *, forward_only: bool
+    ) -> list[Any]:
+        """Drive Megatron's pipeline schedule over the microbatches."""
+
+        def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            microbatch = next(iterator)
+            length = microbatch.tokens.shape[1]
+            position_ids = torch.arange(length, device=self.platform.device).expand_as(microbatch.tokens)
+            # No attention mask: sequences are right-padded and causal, so no completion token can see padding.
+            return chunk(microbatch.tokens, position_ids, None), partial(loss, microbatch)
+
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter([self._microbatch(shard, rows) for rows in microbatches]),
+            model=self.model.chunks,
+            num_microbatches=len(microbatches),
+            seq_length=max(shard.token_ids.shape[1], 1),
+            micro_batch_size=max((len(rows) for rows in microbatches), default=1),
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _microbatch(self, shard: TrainBatch, rows: Sequence[int]) -> Microbatch:
+        if not rows:
+            # Two padding tokens with an empty mask: the smallest forward pass that keeps the ranks in step.
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.platform.device)
+            none = torch.zeros_like(tokens, dtype=torch.bool)
+            return Microbatch([], tokens, none, none.nonzero())
+        part = shard.take(rows)
+        time = np.arange(part.token_ids.shape[1])
+        mask = (time >= part.prompt_lengths[:, None]) & (time < part.lengths[:, None])
+        mask_tensor = torch.from_numpy(mask).to(self.platform.device)
+        tokens = torch.from_numpy(np.ascontiguousarray(part.token_ids)).to(self.platform.device)
+        return Microbatch(list(rows), tokens, mask_tensor, mask_tensor.nonzero())
+
+    def _logprobs(self, microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [B, T] logprob and entropy per completion token from logits [B, T, V/tp]; 0 elsewhere."""
+        sequence, position = microbatch.positions.unbind(1)
+        # The logits at position t-1 predict token t; prompt positions are not even looked at.
+        logprobs, entropy = vocab_parallel_logprobs(
+            logits[sequence, position - 1],
+            microbatch.tokens[sequence, position],
+            temperature=self.temperature,
+            vocab_size=self.model.vocab_size,
+            group=self.tp_group,
+        )
+        blank = torch.zeros(microbatch.tokens.shape, dtype=torch.float32, device=logits.device)
+        return blank.index_put((sequence, position), logprobs), blank.index_put((sequence, position), entropy)
+
+    def _rows_to_device(self, values: np.ndarray | None, *, rows: list[int], width: int) -> torch.Tensor | None:
+        if values is None:
+            return None
+        if not rows:
+            return torch.zeros(1, width, device=self.platform.device)
+        return torch.from_numpy(np.ascontiguousarray(values[rows, :width])).to(self.platform.device)
+
+    def _vector_to_device(self, values: np.ndarray, rows: list[int]) -> torch.Tensor:
+        return torch.from_numpy(values[rows] if rows else np.zeros(1, np.float32)).to(self.platform.device)
+
+    def _check_every_adapter_has_gradient(self) -> None:
+        """With B = 0 only B receives a gradient in the first step, so one of the two factors is enough."""
+        dead = [
+            name
+            for name, adapter in adapter_modules(self.model.module).items()
+            if not any(bool(p.main_grad.count_nonzero()) for p in adapter.parameters())
+        ]
+        if dead:
+            raise AdapterGradientError(
+                f"{len(dead)} of {len(adapter_modules(self.model.module))} adapters received no gradient in the first "
+                f"update, so they would never train: {', '.join(sorted(dead)[:8])}"
+            )
+
+
+def loss_settings(config: RunConfig) -> LossSettings:
+    """The loss section of the configuration in the algorithm's own terms."""
+    section = config.loss_fn
+    corrected = section.use_importance_sampling_correction
+    return LossSettings(
+        reference_policy_kl_penalty=section.reference_policy_kl_penalty,
+        reference_policy_kl_type=section.reference_policy_kl_type,
+        kl_input_clamp_value=section.kl_input_clamp_value,
+        ratio_clip_min=section.ratio_clip_min,
+        ratio_clip_max=section.ratio_clip_max,
+        ratio_clip_c=section.ratio_clip_c,
+        use_importance_sampling_correction=corrected,
+        importance_sampling_level=section.importance_sampling_level,
+        importance_sampling_type=section.importance_sampling_type if corrected else None,
+        truncated_importance_sampling_ratio=section.truncated_importance_sampling_ratio if corrected else None,
+        truncated_importance_sampling_ratio_min=(
+            section.truncated_importance_sampling_ratio_min
+            if corrected and section.importance_sampling_type in ("icepop", "seq_mask")
+            else None
+        ),
+        token_level_loss=section.token_level_loss,
+    )

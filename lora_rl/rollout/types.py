@@ -1,0 +1,193 @@
+"""The vocabulary of one training step, as data. Start reading here.
+
+prompt           token ids that the policy continues, with the answer a verifier needs
+group            the rollouts of one prompt; identified by an explicit `group_id`, never re-derived from tokens
+rollout          one sampled completion: token ids, behaviour logprobs, stop reason, weight version
+behaviour        the policy that sampled, as the engine computed it (its logprobs are `behaviour_logprobs`)
+weight version   counts pushes of weights to the engine; version 0 is what the engine loaded from disk
+train batch      the rollouts of one step as padded arrays, with advantages and global token counts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lora_rl.data import Prompt
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # the end-of-sequence token or a configured stop token / stop string
+    LENGTH = "length"  # the token budget ran out: the completion is truncated
+    ABORT = "abort"  # the engine gave the request up
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """One prompt of a step and the identity that ties its rollouts together."""
+
+    group_id: int
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are drawn. Field names are vLLM's.
+
+    Attributes:
+        temperature: divides the logits before sampling; behaviour logprobs are those of the tempered distribution.
+        top_p: nucleus mass in (0, 1]; 1 keeps everything.
+        top_k: number of most probable tokens kept; -1 keeps everything.
+        max_tokens: most tokens of a completion, the end token included.
+        stop_token_ids: tokens that end a completion besides the model's own end token.
+        stop_strings: texts that end a completion.
+        ignore_eos: go on after the model's end token.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Ask the engine for one completion of one prompt.
+
+    Attributes:
+        prompt_ids: prompt tokens.
+        seed: seed of this request's sampling; equal requests with equal seeds give equal completions.
+    """
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine answers for one request.
+
+    Attributes:
+        token_ids: sampled tokens, the end token included when there is one.
+        logprobs: behaviour logprob of each sampled token (natural log, after temperature), same length.
+        stop_reason: why it ended.
+        weight_version: version of the weights that sampled it.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion together with the group it belongs to and the reward it earned."""
+
+    group_id: int
+    sample_index: int
+    prompt: Prompt
+    completion: Completion
+    text: str
+    reward: float
+    reason: str
+
+    @property
+    def length(self) -> int:
+        """Prompt plus completion tokens."""
+        return len(self.prompt.token_ids) + len(self.completion.token_ids)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Rollouts of one optimizer step as right-padded arrays. B sequences, T tokens of the longest.
+
+    Attributes:
+        token_ids: int64 [B, T], prompt then completion then padding (0, never looked at).
+        lengths: int64 [B], prompt plus completion tokens.
+        prompt_lengths: int64 [B].
+        behaviour_logprobs: float32 [B, T]; entry t belongs to token t, 0 outside the completion.
+        advantages: float32 [B].
+        group_ids: int64 [B].
+        global_tokens: completion tokens over *all* data-parallel shards of the step.
+        global_sequences: sequences over all shards of the step.
+    """
+
+    token_ids: np.ndarray
+    lengths: np.ndarray
+    prompt_lengths: np.ndarray
+    behaviour_logprobs: np.ndarray
+    advantages: np.ndarray
+    group_ids: np.ndarray
+    global_tokens: int
+    global_sequences: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion tokens of this shard, padding not counted."""
+        return int(self.lengths.sum())
+
+    def take(self, indices: Sequence[int]) -> TrainBatch:
+        """A shard: the named rows, cut to their own longest sequence; global counts stay those of the whole step."""
+        rows = np.asarray(indices, dtype=np.int64)
+        width = int(self.lengths[rows].max()) if len(rows) else 0
+        return replace(
+            self,
+            token_ids=self.token_ids[rows, :width],
+            lengths=self.lengths[rows],
+            prompt_lengths=self.prompt_lengths[rows],
+            behaviour_logprobs=self.behaviour_logprobs[rows, :width],
+            advantages=self.advantages[rows],
+            group_ids=self.group_ids[rows],
+        )
+
+
+def build_train_batch(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> TrainBatch:
+    """Pad rollouts into the arrays the policy trains on.
+
+    Args:
+        rollouts: B rollouts, any order.
+        advantages: B floats, same order.
+
+    Raises:
+        ValueError: the two differ in length, or a completion is empty (nothing was sampled, nothing can be trained).
+    """
+    if len(rollouts) != len(advantages):
+        raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
+    empty = [r for r in rollouts if not r.completion.token_ids]
+    if empty:
+        raise ValueError(f"rollout {empty[0].sample_index} of group {empty[0].group_id} has no completion token")
+    lengths = np.array([r.length for r in rollouts], dtype=np.int64)
+    prompt_lengths = np.array([len(r.prompt.token_ids) for r in rollouts], dtype=np.int64)
+    width = int(lengths.max()) if len(rollouts) else 0
+    token_ids = np.zeros((len(rollouts), width), dtype=np.int64)
+    behaviour = np.zeros((len(rollouts), width), dtype=np.float32)
+    for row, rollout in enumerate(rollouts):
+        start, end = prompt_lengths[row], lengths[row]
+        token_ids[row, :start] = rollout.prompt.token_ids
+        token_ids[row, start:end] = rollout.completion.token_ids
+        behaviour[row, start:end] = rollout.completion.logprobs
+    return TrainBatch(
+        token_ids=token_ids,
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        behaviour_logprobs=behaviour,
+        advantages=np.asarray(advantages, dtype=np.float32),
+        group_ids=np.array([r.group_id for r in rollouts], dtype=np.int64),
+        global_tokens=int((lengths - prompt_lengths).sum()),
+        global_sequences=len(rollouts),
+    )

@@ -1,0 +1,1 @@
+"""Weight synchronisation: trainer ranks send, vLLM workers receive, every push is proved by checksums."""

@@ -1,0 +1,127 @@
+"""What a push consists of, and how both sides prove they mean the same bytes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+class SyncError(RuntimeError):
+    """Trainer and engine disagree about weights. Never ignored: training on it would be silently wrong."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a push.
+
+    Attributes:
+        name: Hugging Face parameter name.
+        shape: full shape.
+        dtype: torch dtype name, such as `float32`.
+        offset: first byte in the transfer buffer.
+        nbytes: size in bytes.
+        checksum: CRC-32 of the bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of one push and the weight version they make up."""
+
+    version: int
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Payload in bytes, alignment gaps not counted."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def digest(self) -> str:
+        """One hexadecimal number for names, shapes, types and contents, independent of order and version."""
+        lines = sorted(f"{e.name} {e.shape} {e.dtype} {e.checksum:08x}" for e in self.entries)
+        return f"{zlib.crc32(chr(10).join(lines).encode()):08x}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, as vLLM's RPC carries them."""
+        return {"version": self.version, "entries": [asdict(entry) for entry in self.entries]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Manifest:
+        """Inverse of `to_dict`."""
+        entries = (TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["entries"])
+        return cls(version=data["version"], entries=tuple(entries))
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one vLLM worker says it holds after a push.
+
+    Attributes:
+        version: weight version of the push it loaded.
+        digest: `Manifest.digest` recomputed from the bytes it read.
+        tensors: number of Hugging Face tensors loaded.
+        nbytes: their size in bytes.
+    """
+
+    version: int
+    digest: str
+    tensors: int
+    nbytes: int
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a contiguous CPU tensor's bytes."""
+    return zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def check_names(received: Iterable[str], expected: Iterable[str], *, optional: Iterable[str] = ()) -> None:
+    """Refuse a push that does not consist of exactly the model's tensors.
+
+    Args:
+        received: names in the push.
+        expected: names in the checkpoint the engine loaded.
+        optional: names that may be in either only (a tied output layer).
+
+    Raises:
+        SyncError: naming missing, unexpected and repeated tensors.
+    """
+    received = list(received)
+    got, want, free = set(received), set(expected), set(optional)
+    repeated = sorted({name for name in received if received.count(name) > 1}) if len(got) != len(received) else []
+    problems = [
+        f"{what} {len(names)} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+        for what, names in (
+            ("missing", sorted(want - got - free)),
+            ("unexpected", sorted(got - want - free)),
+            ("repeated", repeated),
+        )
+        if names
+    ]
+    if problems:
+        raise SyncError(f"the pushed tensors are not the model's: {'; '.join(problems)}")
+
+
+def check_reports(manifest: Manifest, reports: Sequence[SyncReport]) -> None:
+    """Compare what every worker echoed with what was sent.
+
+    Raises:
+        SyncError: a worker holds another version, other bytes, or another number of tensors; or none answered.
+    """
+    if not reports:
+        raise SyncError(f"no engine worker reported on weight version {manifest.version}")
+    want = SyncReport(manifest.version, manifest.digest, len(manifest.entries), manifest.nbytes)
+    for worker, report in enumerate(reports):
+        if report != want:
+            raise SyncError(f"engine worker {worker} holds {report}, but the trainer sent {want}")

@@ -1,0 +1,1 @@
+"""Helpers shared by the tests: ranks in forked processes, tiny models, configurations."""

@@ -1,0 +1,104 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_rl.algorithm import (
+    num_microbatches_for_all,
+    pad_microbatches,
+    padded_tokens,
+    shard_sequences,
+    split_microbatches,
+)
+
+lengths_strategy = st.lists(st.integers(0, 50), max_size=24)
+
+
+@given(
+    lengths=lengths_strategy, max_tokens=st.none() | st.integers(50, 200), max_sequences=st.none() | st.integers(1, 6)
+)
+@settings(max_examples=100, deadline=None)
+def test_every_sequence_once_within_the_limits(lengths, max_tokens, max_sequences):
+    microbatches = split_microbatches(lengths, max_tokens=max_tokens, max_sequences=max_sequences)
+
+    assert sorted(i for m in microbatches for i in m) == list(range(len(lengths)))
+    for microbatch in microbatches:
+        assert microbatch
+        assert max_sequences is None or len(microbatch) <= max_sequences
+        assert max_tokens is None or padded_tokens([lengths[i] for i in microbatch]) <= max_tokens
+    assert microbatches == split_microbatches(tuple(lengths), max_tokens=max_tokens, max_sequences=max_sequences)
+
+
+def test_neighbours_in_length_share_a_microbatch():
+    lengths = [10, 100, 12, 98, 11, 99]
+    assert split_microbatches(lengths, max_tokens=300) == [[1, 5, 3], [2, 4, 0]]
+
+
+def test_budget_counts_padding():
+    assert split_microbatches([6, 1, 1], max_tokens=12) == [[0, 1], [2]]
+    assert padded_tokens([6, 1]) == 12
+
+
+def test_no_limit_is_one_microbatch_and_no_sequence_is_none():
+    assert split_microbatches([3, 1, 2]) == [[0, 2, 1]]
+    assert split_microbatches([], max_tokens=5) == []
+
+
+def test_a_sequence_above_the_budget_is_an_error_naming_it():
+    with pytest.raises(ValueError, match=r"sequence 2 has 9 tokens.*max_tokens = 8"):
+        split_microbatches([1, 8, 9], max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits", "message"),
+    [
+        ([1], {"max_tokens": 0}, "max_tokens = 0"),
+        ([1], {"max_sequences": 0}, "max_sequences = 0"),
+        ([1, -2], {}, r"lengths\[1\] = -2"),
+    ],
+)
+def test_bad_arguments_are_refused(lengths, limits, message):
+    with pytest.raises(ValueError, match=message):
+        split_microbatches(lengths, **limits)
+
+
+def test_ranks_with_different_lengths_agree_on_one_number():
+    shards = [[5, 5, 5], [2, 2], []]
+    count = num_microbatches_for_all(shards, max_tokens=5)
+    assert count == 3
+    padded = [pad_microbatches(split_microbatches(s, max_tokens=5), count) for s in shards]
+    assert padded == [[[0], [1], [2]], [[0, 1], [], []], [[], [], []]]
+
+
+def test_ranks_without_any_data_still_run_one_microbatch():
+    assert num_microbatches_for_all([[], []]) == 1
+    assert pad_microbatches([], 1) == [[]]
+
+
+def test_padding_never_drops_a_microbatch():
+    with pytest.raises(ValueError, match="2 microbatches do not fit"):
+        pad_microbatches([[0], [1]], 1)
+
+
+@given(lengths=lengths_strategy, dp=st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_shards_hold_every_sequence_once_and_are_balanced(lengths, dp):
+    shards = shard_sequences(lengths, dp)
+
+    assert len(shards) == dp
+    assert sorted(i for s in shards for i in s) == list(range(len(lengths)))
+    assert all(s == sorted(s) for s in shards)
+    counts = [len(s) for s in shards]
+    assert max(counts) - min(counts) <= 1
+    tokens = [sum(lengths[i] for i in s) for s in shards]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+    assert shards == shard_sequences(tuple(lengths), dp)
+
+
+def test_long_and_short_sequences_are_mixed():
+    lengths = [10, 5, 5, 0]
+    assert shard_sequences(lengths, 2) == [[0, 3], [1, 2]]
+
+
+def test_shard_count_below_one_is_refused():
+    with pytest.raises(ValueError, match="dp = 0"):
+        shard_sequences([1], 0)

@@ -1,0 +1,148 @@
+"""Processes and counts that follow from a configuration."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import write_model
+
+from lora_rl.config import ConfigError, derive_layout, layout, load_config
+
+TP = "policy.megatron_cfg.tensor_model_parallel_size"
+PP = "policy.megatron_cfg.pipeline_model_parallel_size"
+
+
+@pytest.fixture
+def wide_model(tmp_path):
+    return write_model(tmp_path / "wide", hidden_size=512)
+
+
+def test_cpu_takes_exactly_tp_times_pp_ranks(config_file):
+    got = derive_layout(load_config(config_file, [f"{TP}=2", f"{PP}=2"]), cores=8)
+    assert (got.platform, got.tp, got.pp, got.dp, got.world_size) == ("cpu", 2, 2, 1, 4)
+    assert (got.num_engines, got.engine_tp) == (1, 1)
+
+
+def test_batch_counts(config_file):
+    overrides = ["cluster.gpus_per_node=4", f"{TP}=2", "policy.train_global_batch_size=64"]
+    got = derive_layout(load_config(config_file, overrides), cores=8)
+    assert (got.dp, got.sequences_per_step, got.optimizer_steps_per_batch, got.sequences_per_rank) == (2, 256, 4, 32)
+
+
+def test_tiny_models_get_one_thread_and_wider_ones_all_cores(config_file, wide_model):
+    tiny = derive_layout(load_config(config_file), cores=8)
+    assert (tiny.threads_per_rank, tiny.threads_per_engine) == (1, 1)
+    overrides = [f"policy.model_name={wide_model}", "cluster.gpus_per_node=2"]
+    wide = derive_layout(load_config(config_file, overrides), cores=8)
+    assert (wide.threads_per_rank, wide.threads_per_engine) == (4, 8)
+    few = derive_layout(load_config(config_file, overrides), cores=1)
+    assert (few.threads_per_rank, few.threads_per_engine) == (1, 1)
+    limited = derive_layout(load_config(config_file, [*overrides, "cluster.num_cpus=4"]))
+    assert (limited.threads_per_rank, limited.threads_per_engine) == (2, 4)
+
+
+def test_configured_threads_win(config_file):
+    overrides = ["policy.megatron_cfg.num_threads=3", "policy.generation.vllm_cfg.num_threads=5"]
+    got = derive_layout(load_config(config_file, overrides), cores=2)
+    assert (got.threads_per_rank, got.threads_per_engine) == (3, 5)
+
+
+def test_cuda_has_an_engine_on_every_group_of_gpus(config_file, wide_model):
+    overrides = [
+        f"policy.model_name={wide_model}",
+        "cluster.platform=cuda",
+        "cluster.gpus_per_node=8",
+        "cluster.num_nodes=2",
+        "cluster.address=auto",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
+    ]
+    got = derive_layout(load_config(config_file, overrides), cores=128)
+    assert (got.world_size, got.dp, got.num_engines, got.engine_tp) == (16, 16, 8, 2)
+    assert (got.threads_per_rank, got.threads_per_engine) == (8, 8)
+
+
+def test_ranks_are_ordered_tp_then_dp_then_pp(config_file):
+    got = derive_layout(load_config(config_file, ["cluster.gpus_per_node=8", f"{TP}=2", f"{PP}=2"]), cores=8)
+    coordinates = [got.coordinates(rank) for rank in range(got.world_size)]
+    assert len(set(coordinates)) == 8
+    assert coordinates[:3] == [(0, 0, 0), (1, 0, 0), (0, 0, 1)]  # (tp, pp, dp)
+    assert coordinates[4] == (0, 1, 0)
+    text = got.describe()
+    assert "rank 5: tp 1, pp 1, dp 0" in text
+    assert "8 ranks = tp 2 x pp 2 x dp 2" in text
+    assert "256 sequences, 1 optimizer step, 128 sequences per data-parallel rank" in text
+
+
+def test_long_lists_of_ranks_are_cut(config_file):
+    overrides = ["cluster.gpus_per_node=128", "grpo.num_prompts_per_step=128"]
+    text = derive_layout(load_config(config_file, overrides), cores=8).describe()
+    assert "rank 31:" in text
+    assert "rank 32:" not in text
+    assert "... and 96 more ranks" in text
+
+
+def test_another_platform_than_the_checked_one_is_checked_again(config_file, monkeypatch):
+    config = load_config(config_file, [f"{TP}=2"])
+    monkeypatch.setattr(layout, "count_gpus", lambda: 3)
+    with pytest.raises(ConfigError, match="3 x 1 = 3 ranks are not a multiple"):
+        derive_layout(config, platform="cuda")
+    monkeypatch.setattr(layout, "count_gpus", lambda: 4)
+    assert derive_layout(config, platform="cuda").dp == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "tool", "visible", "expected"),
+    [
+        (0, None, None, "cpu"),
+        (1, None, None, "cuda"),
+        (0, "/usr/bin/nvidia-smi", None, "cuda"),
+        (1, "/usr/bin/nvidia-smi", "", "cpu"),
+        (1, None, "0", "cuda"),
+    ],
+)
+def test_auto_looks_for_a_gpu(config_file, monkeypatch, devices, tool, visible, expected):
+    config = load_config(config_file)
+    auto = config.model_copy(update={"cluster": config.cluster.model_copy(update={"platform": "auto"})})
+    monkeypatch.setattr(layout, "_gpu_devices", lambda: [f"/dev/nvidia{i}" for i in range(devices)])
+    monkeypatch.setattr(layout.shutil, "which", lambda name: tool)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert layout.platform_of(auto) == expected
+
+
+def test_visible_devices_are_counted(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert layout.count_gpus() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert layout.count_gpus() == 0
+
+
+def test_null_keys_mean_other_keys(config_file):
+    config = load_config(config_file)
+    assert config.train_global_batch_size == config.sequences_per_step == 256
+    assert config.lr_decay_iters == 100
+    assert config.engine_precision == "float32"
+    assert config.engine_max_model_len == 32
+    assert config.data_seed == config.grpo.seed
+    overrides = [
+        "policy.train_global_batch_size=128",
+        "policy.megatron_cfg.scheduler.lr_decay_iters=50",
+        "policy.generation.vllm_cfg.precision=bfloat16",
+        "policy.generation.vllm_cfg.max_model_len=48",
+        "data.seed=0",
+        "policy.tokenizer.name=some/tokenizer",
+    ]
+    config = load_config(config_file, overrides)
+    assert (config.train_global_batch_size, config.lr_decay_iters, config.data_seed) == (128, 50, 0)
+    assert (config.engine_precision, config.engine_max_model_len) == ("bfloat16", 48)
+    assert config.policy.tokenizer_name == "some/tokenizer"
+
+
+def test_importance_bounds_are_those_the_type_uses(config_file):
+    def bounds(kind: str) -> tuple[float | None, float | None]:
+        return load_config(config_file, [f"loss_fn.importance_sampling_type={kind}"]).loss_fn.importance_sampling_bounds
+
+    assert bounds("tis") == (None, 2.0)
+    assert bounds("icepop") == bounds("seq_mask") == (0.5, 2.0)
+    assert bounds("null") == (None, None)

@@ -1,0 +1,325 @@
+"""Every rule between keys: it fires, it names the key, the value and the remedy, and it keeps quiet otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import write_model
+
+from lora_rl.config import ConfigError, layout, load_config
+from lora_rl.config.capabilities import CAPABILITIES
+from lora_rl.config.errors import show
+from lora_rl.config.keys import all_keys
+from lora_rl.config.model_rules import MODEL_RULES
+from lora_rl.config.rules import RULES
+
+LOSS = "loss_fn"
+PEFT = "policy.megatron_cfg.peft"
+TARGETS = f"{PEFT}.target_modules"
+SCHEDULER = "policy.megatron_cfg.scheduler"
+VLLM = "policy.generation.vllm_cfg"
+CORRECTION = f"{LOSS}.use_importance_sampling_correction=true"
+
+# (overrides, key that is reported, part of the message, overrides that mend it)
+CASES = [
+    (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt", "at least 2 completions", 2),
+    (["policy.train_global_batch_size=100"], "policy.train_global_batch_size", "32 x 8 = 256; null takes all", 64),
+    (
+        ["cluster.gpus_per_node=2", "grpo.num_prompts_per_step=5", "grpo.num_generations_per_prompt=3"],
+        "policy.train_global_batch_size",
+        "15 sequences do not divide over 2 data-parallel ranks; use a multiple of 2",
+        None,
+    ),
+    (
+        ["cluster.gpus_per_node=3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+        "cluster.gpus_per_node",
+        "3 x 1 = 3 ranks are not a multiple of",
+        4,
+    ),
+    (
+        ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{VLLM}.tensor_parallel_size=4"],
+        f"{VLLM}.tensor_parallel_size",
+        "the 2 GPUs are not a multiple of it; use a divisor of 2",
+        2,
+    ),
+    (["cluster.num_nodes=2"], "cluster.num_nodes", "set cluster.address", 1),
+    (["policy.generation.temperature=0"], "policy.generation.temperature", "greedy rollouts", 0.5),
+    ([CORRECTION, "policy.generation.top_p=0.9"], "policy.generation.top_p", "renormalised over the tokens", 1.0),
+    ([CORRECTION, "policy.generation.top_k=20"], "policy.generation.top_k", "use null or switch", -1),
+    (
+        [CORRECTION, f"{LOSS}.truncated_importance_sampling_ratio=null"],
+        f"{LOSS}.truncated_importance_sampling_ratio",
+        "importance_sampling_type tis needs it",
+        2.0,
+    ),
+    (
+        [
+            CORRECTION,
+            f"{LOSS}.importance_sampling_type=icepop",
+            f"{LOSS}.truncated_importance_sampling_ratio_min=null",
+        ],
+        f"{LOSS}.truncated_importance_sampling_ratio_min",
+        "importance_sampling_type icepop needs it",
+        0.5,
+    ),
+    (
+        [
+            CORRECTION,
+            f"{LOSS}.importance_sampling_type=seq_mask",
+            f"{LOSS}.truncated_importance_sampling_ratio_min=3",
+        ],
+        f"{LOSS}.truncated_importance_sampling_ratio_min",
+        "must be less than loss_fn.truncated_importance_sampling_ratio = 2.0",
+        1.5,
+    ),
+    ([f"{LOSS}.ratio_clip_c=1"], f"{LOSS}.ratio_clip_c", "must be > 1 (3.0 is usual), or null", 3),
+    (["policy.generation.max_new_tokens=32"], "policy.generation.max_new_tokens", "must be less than", 31),
+    ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "must be more than policy.generation.max_new_tokens", 32),
+    (
+        ["policy.dynamic_batching.enabled=false", "policy.train_micro_batch_size=null"],
+        "policy.train_micro_batch_size",
+        "needed when policy.dynamic_batching.enabled is false; use 1",
+        4,
+    ),
+    (
+        ["policy.dynamic_batching.enabled=false", "policy.train_micro_batch_size=3"],
+        "policy.train_micro_batch_size",
+        "use a divisor of 256",
+        8,
+    ),
+    (
+        ["policy.dynamic_batching.train_mb_tokens=31"],
+        "policy.dynamic_batching.train_mb_tokens",
+        "one sequence of policy.max_total_sequence_length = 32 tokens must fit",
+        32,
+    ),
+    ([f"{VLLM}.max_num_batched_tokens=10"], f"{VLLM}.max_num_batched_tokens", "at least", 256),
+    (
+        ["policy.generation.colocated.resources.gpus_per_node=2"],
+        "policy.generation.colocated.resources.gpus_per_node",
+        "has no effect while",
+        None,
+    ),
+    (
+        ["policy.generation.colocated.resources.num_nodes=2"],
+        "policy.generation.colocated.resources.num_nodes",
+        "has no effect while",
+        None,
+    ),
+    ([f"{SCHEDULER}.lr_warmup_iters=101"], f"{SCHEDULER}.lr_warmup_iters", "longer than the run", 100),
+    (
+        [f"{SCHEDULER}.lr_warmup_iters=10", f"{SCHEDULER}.lr_decay_iters=10"],
+        f"{SCHEDULER}.lr_decay_iters",
+        "must be more than policy.megatron_cfg.scheduler.lr_warmup_iters = 10",
+        11,
+    ),
+    (
+        ["policy.megatron_cfg.optimizer.lr=1e-3", "policy.megatron_cfg.optimizer.min_lr=1e-2"],
+        "policy.megatron_cfg.optimizer.min_lr",
+        "must not be more than policy.megatron_cfg.optimizer.lr = 0.001",
+        1e-3,
+    ),
+    ([f"{SCHEDULER}.lr_warmup_init=1"], f"{SCHEDULER}.lr_warmup_init", "must not be more than", 0),
+    (["policy.megatron_cfg.tensor_model_parallel_size=2", f"{PEFT}.dim=7"], f"{PEFT}.dim", "a multiple of", 8),
+    (["data.addition.held_out_pairs=8100"], "data.addition.held_out_pairs", "only 8100 pairs of 2-digit", 8099),
+    (
+        ["data.addition.digits=1", "data.addition.held_out_pairs=100"],
+        "data.addition.held_out_pairs",
+        "only 100 pairs of 1-digit",
+        99,
+    ),
+    (["policy.tokenizer.chat_template=no.jinja"], "policy.tokenizer.chat_template", "no such file", None),
+    # rules that read the model
+    (
+        ["policy.megatron_cfg.tensor_model_parallel_size=4"],
+        "policy.megatron_cfg.tensor_model_parallel_size",
+        "must divide the model's num_key_value_heads = 2",
+        2,
+    ),
+    (
+        ["policy.megatron_cfg.pipeline_model_parallel_size=3", "grpo.num_prompts_per_step=30"],
+        "policy.megatron_cfg.pipeline_model_parallel_size",
+        "must divide the model's num_hidden_layers = 4",
+        2,
+    ),
+    (
+        [f"{VLLM}.tensor_parallel_size=3"],
+        f"{VLLM}.tensor_parallel_size",
+        "must divide the model's num_attention_heads = 4",
+        4,
+    ),
+    (
+        ["policy.max_total_sequence_length=65"],
+        "policy.max_total_sequence_length",
+        "the model's max_position_embeddings is 64; use at most that",
+        64,
+    ),
+    ([f"{VLLM}.max_model_len=65"], f"{VLLM}.max_model_len", "max_position_embeddings is 64", 64),
+    ([f"{TARGETS}=[]"], TARGETS, "names nothing to adapt", "[linear_qkv]"),
+    ([f"{TARGETS}=[lm_head]"], TARGETS, "this model ties the output layer", "[linear_fc1]"),
+    ([f"{TARGETS}=[output_layer]"], TARGETS, "this model ties the output layer", "[linear_fc1]"),
+    ([f"{TARGETS}=['*.layers.4.*.linear_qkv']"], TARGETS, "layers 0 to 3", "['*.layers.3.*.linear_qkv']"),
+    ([f"{TARGETS}=['*.mlp.linear_qkv']"], TARGETS, "matches no module", "['*.self_attention.linear_qkv']"),
+    ([f"{PEFT}.exclude_modules=[linear_fc1]"], f"{PEFT}.exclude_modules", "only applies when target_modules", "[]"),
+    (
+        [f"{TARGETS}=[]", f"{PEFT}.exclude_modules=[linear_fc1]"],
+        f"{PEFT}.exclude_modules",
+        "the output layer would get an adapter",
+        "[linear_fc1, output_layer]",
+    ),
+    (
+        [f"{TARGETS}=[]", f"{PEFT}.exclude_modules=[output_layer, down_proj]"],
+        f"{PEFT}.exclude_modules",
+        "down_proj is a Hugging Face name",
+        "[output_layer, linear_fc2]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "message", "remedy"), CASES, ids=lambda value: str(value)[:60])
+def test_rule_fires_and_its_remedy_works(refused, config_file, overrides, key, message, remedy):
+    violations = refused(*overrides)
+    assert message in str(violations[key])
+    if not any(override.startswith(f"{key}=") for override in overrides):
+        return
+    load_config(config_file, [*overrides, f"{key}={'null' if remedy is None else remedy}"])
+
+
+def test_every_rule_is_tried_by_a_case(refused):
+    seen = {key for overrides, key, _, _ in CASES for key in refused(*overrides)}
+    rules = [rule.__name__ for rule in (*RULES, *MODEL_RULES)]
+    assert len(rules) == len(set(rules))
+    assert len(seen) >= len(rules)
+    for rule in (*RULES, *MODEL_RULES):
+        assert rule.__doc__, rule.__name__
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: capability.key)
+def test_unavailable_values_are_refused_with_a_remedy(refused, capability):
+    key = all_keys()[capability.key]
+    assert key.default in capability.works
+    others = {"true | false": str(not key.default).lower(), "int > 0": "2", "addition | null": "null"}
+    for value in key.choices if len(key.choices) > 1 else [others[key.valid]]:
+        if value in capability.works:
+            continue
+        violation = refused(f"{capability.key}={value}")[capability.key]
+        assert violation.problem.startswith("not available in this version: ")
+        assert violation.problem.endswith(f"set it to {show(capability.works[0])}")
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("linear_qkvv", "linear_qkv"),
+        ("q_proj", "linear_qkv"),
+        ("k_proj", "linear_qkv"),
+        ("v_proj", "linear_qkv"),
+        ("o_proj", "linear_proj"),
+        ("gate_proj", "linear_fc1"),
+        ("up_proj", "linear_fc1"),
+        ("down_proj", "linear_fc2"),
+        ("'*.layers.0.*.q_proj'", "linear_qkv"),
+        ("'*.layers.0.*.linear_prj'", "linear_proj"),
+    ],
+)
+def test_target_module_gets_the_megatron_name(refused, target, hint):
+    violation = refused(f"{TARGETS}=[{target}]")[TARGETS]
+    assert violation.hints == (hint,)
+    assert violation.value == target.strip("'")
+    assert ("Hugging Face name" in violation.problem) == target.strip("'").endswith("_proj")
+
+
+def test_all_targets_together_are_accepted(config_file):
+    load_config(
+        config_file, [f"{TARGETS}=[linear_qkv, linear_proj, linear_fc1, linear_fc2, '*.layers.0.*.linear_qkv']"]
+    )
+    load_config(config_file, [f"{TARGETS}=[]", f"{PEFT}.exclude_modules=[output_layer]"])
+
+
+def test_output_layer_of_an_untied_model_is_refused_for_another_reason(tmp_path, refused):
+    untied = write_model(tmp_path / "untied", tie_word_embeddings=False)
+    violation = refused(f"policy.model_name={untied}", f"{TARGETS}=[output_layer]")[TARGETS]
+    assert violation.problem == "adapters on the output layer are not available; leave it out"
+
+
+def test_hub_ids_are_accepted_but_target_names_are_still_checked(config_file, refused):
+    for name in ("Qwen/Qwen3-0.6B", "gpt2"):
+        assert load_config(config_file, [f"policy.model_name={name}"]).policy.model_name == name
+        assert refused(f"policy.model_name={name}", f"{TARGETS}=[q_proj]")[TARGETS].hints == ("linear_qkv",)
+
+
+@pytest.mark.parametrize("name", ["./modle", "/nowhere/model", "~/nowhere-at-all", "a/b/c", "no name", "-x"])
+def test_model_name_that_can_only_be_a_path_must_exist(refused, name):
+    violations = refused(f"policy.model_name={name}")
+    assert list(violations) == ["policy.model_name"]
+    assert "no such folder" in violations["policy.model_name"].problem
+
+
+def test_misspelt_model_folder_gets_the_near_one(tmp_path, refused, model_dir, monkeypatch):
+    violation = refused(f"policy.model_name={tmp_path / 'modle'}")["policy.model_name"]
+    assert violation.hints == (str(model_dir),)
+    monkeypatch.chdir(tmp_path.parent)
+    relative = f"{tmp_path.name}/modell"  # has the form of a hub id, but its first part is a folder here
+    assert refused(f"policy.model_name={relative}")["policy.model_name"].hints == (f"{tmp_path.name}/model",)
+
+
+def test_folder_without_config_json_and_file_instead_of_folder(tmp_path, refused, model_dir):
+    violation = refused(f"policy.model_name={tmp_path}")["policy.model_name"]
+    assert "the folder has no config.json" in violation.problem
+    assert violation.hints == (str(model_dir),)
+    violation = refused(f"policy.model_name={model_dir / 'config.json'}")["policy.model_name"]
+    assert "this is a file" in violation.problem
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"hidden_size": "big"}', "hidden_size = 'big'")],
+)
+def test_broken_model_config_names_the_file(model_dir, refused, content, message):
+    (model_dir / "config.json").write_text(content)
+    violation = refused("grpo.seed=1")["policy.model_name"]
+    assert str(model_dir / "config.json") in violation.problem
+    assert message in violation.problem
+
+
+def test_nested_text_config_and_missing_kv_heads_are_understood(tmp_path, refused):
+    text = {"num_attention_heads": 6, "num_hidden_layers": 3, "hidden_size": 64}
+    folder = tmp_path / "multimodal"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"text_config": ' + str(text).replace("'", '"') + "}")
+    tp = "policy.megatron_cfg.tensor_model_parallel_size"
+    violations = refused(f"policy.model_name={folder}", "policy.megatron_cfg.pipeline_model_parallel_size=2")
+    assert "num_hidden_layers = 3" in violations["policy.megatron_cfg.pipeline_model_parallel_size"].problem
+    with pytest.raises(ConfigError, match="num_key_value_heads = 6"):
+        load_config(tmp_path / "run.yaml", [f"policy.model_name={folder}", f"{tp}=4"])
+
+
+def test_no_gpu_found_is_a_violation(refused, monkeypatch):
+    monkeypatch.setattr(layout, "count_gpus", lambda: 0)
+    violation = refused("cluster.platform=cuda")["cluster.gpus_per_node"]
+    assert "no GPU was found on this machine" in violation.problem
+
+
+def test_three_mistakes_give_three_messages(refused):
+    violations = refused("grpo.max_steps=5", f"{TARGETS}=[linear_qkvv]", CORRECTION, "policy.generation.top_p=0.9")
+    assert set(violations) == {"grpo.max_steps", TARGETS, "policy.generation.top_p"}
+    error = ConfigError(list(violations.values()), "run.yaml")
+    assert str(error).startswith("3 mistakes in run.yaml:\n")
+    assert "did you mean grpo.max_num_steps" in str(error)
+    assert "did you mean linear_qkv?" in str(error)
+
+
+def test_schema_and_rule_violations_come_together(refused):
+    violations = refused(
+        "grpo.seed=x", "grpo.nope=1", "grpo.num_generations_per_prompt=1", "checkpointing.enabled=true", "a"
+    )
+    assert set(violations) == {
+        "a",
+        "grpo.nope",
+        "grpo.seed",
+        "grpo.num_generations_per_prompt",
+        "checkpointing.enabled",
+    }
+
+
+def test_a_rule_is_silent_about_a_value_that_is_already_refused(refused):
+    assert list(refused("grpo.max_num_steps=x", f"{SCHEDULER}.lr_warmup_iters=999")) == ["grpo.max_num_steps"]
