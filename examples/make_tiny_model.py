@@ -61,6 +61,7 @@ def build_model(hidden: int, layers: int, eos_token_id: int, pad_token_id: int) 
         head_dim=HEAD_DIM,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=hidden**-0.5,  # the default 0.02 trains several times slower at this width
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=eos_token_id,

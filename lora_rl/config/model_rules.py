@@ -84,7 +84,7 @@ def targets_are_real(config: RunConfig, facts: ModelFacts | None) -> Iterator[Vi
 
 
 def exclusions_are_real(config: RunConfig, facts: ModelFacts | None) -> Iterator[Violation]:
-    """Exclusions apply to "every linear", so they exclude the output layer of a tied model as well."""
+    """Exclusions apply to "every linear that can carry an adapter", so they replace a list of targets."""
     peft = config.policy.megatron_cfg.peft
     if not peft.exclude_modules:
         return
@@ -93,11 +93,9 @@ def exclusions_are_real(config: RunConfig, facts: ModelFacts | None) -> Iterator
         yield Violation(_EXCLUDED, problem, peft.exclude_modules)
         return
     for name in peft.exclude_modules:
-        if name != "output_layer":
-            yield from _check_target(_EXCLUDED, name, facts)
-    if "output_layer" not in peft.exclude_modules:
-        problem = "without output_layer in it the output layer would get an adapter, which cannot be merged; add it"
-        yield Violation(_EXCLUDED, problem, peft.exclude_modules)
+        yield from _check_target(_EXCLUDED, name, facts)
+    if set(ADAPTABLE) <= set(peft.exclude_modules):
+        yield Violation(_EXCLUDED, "nothing is left to adapt; leave one of them out", peft.exclude_modules)
 
 
 def _check_target(key: str, target: str, facts: ModelFacts | None) -> Iterator[Violation]:

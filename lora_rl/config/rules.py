@@ -139,16 +139,14 @@ def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]
 
 
 def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
-    """The learning rate warms up within the run, then decays."""
+    """The learning rate warms up, then decays."""
     scheduler, optimizer = config.policy.megatron_cfg.scheduler, config.policy.megatron_cfg.optimizer
-    warmup, steps = scheduler.lr_warmup_iters, config.grpo.max_num_steps
+    # A run shorter than the warm-up is a short run, not a mistake: it just never leaves the warm-up.
+    warmup = scheduler.lr_warmup_iters
     prefix = "policy.megatron_cfg.scheduler"
-    if warmup > steps:
-        problem = f"the warm-up is longer than the run; use at most grpo.max_num_steps = {steps}"
-        yield Violation(f"{prefix}.lr_warmup_iters", problem, warmup)
     decay = scheduler.lr_decay_iters
     if decay is not None and decay <= warmup:
-        problem = f"must be more than {prefix}.lr_warmup_iters = {warmup}; null takes grpo.max_num_steps"
+        problem = f"must be more than {prefix}.lr_warmup_iters = {warmup}; null takes the whole run"
         yield Violation(f"{prefix}.lr_decay_iters", problem, decay)
     for key in (f"{prefix}.lr_warmup_init", "policy.megatron_cfg.optimizer.min_lr"):
         section = scheduler if key.endswith("init") else optimizer

@@ -132,11 +132,11 @@ class _Reader:
             return Violation(str(self.path), f"no such file; the folder {folder} does not exist either")
         else:
             problem = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        files = sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
-        near = difflib.get_close_matches(self.path.name, files, n=3)
+        files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in (".yaml", ".yml")}
+        near = difflib.get_close_matches(self.path.stem, files, n=3)
         if not near and files:
-            problem += f"; {folder} has {', '.join(files[:10])}"
-        return Violation(str(self.path), problem, hints=tuple(str(folder / name) for name in near))
+            problem += f"; {folder} has {', '.join(file.name for file in list(files.values())[:10])}"
+        return Violation(str(self.path), problem, hints=tuple(str(files[stem]) for stem in near))
 
     def build(self, node: yaml.Node, prefix: str) -> Any:
         if isinstance(node, yaml.ScalarNode):

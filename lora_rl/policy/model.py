@@ -45,17 +45,30 @@ class PolicyModel:
 
 
 def initialise_parallel(
-    platform: Platform, *, rank: int, world_size: int, tp: int, pp: int, seed: int, init_method: str
+    platform: Platform,
+    *,
+    rank: int,
+    world_size: int,
+    tp: int,
+    pp: int,
+    seed: int,
+    init_method: str,
+    store: dist.Store | None = None,
 ) -> None:
     """Join the process group and build Megatron's tensor-, pipeline- and data-parallel groups.
 
     Args:
         init_method: torch.distributed URL all ranks agree on, such as `tcp://127.0.0.1:29500` or `file:///...`.
+        store: the store behind that URL, in the process that serves it.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    dist.init_process_group(platform.backend, init_method=init_method, rank=rank, world_size=world_size)
+    if store is None and init_method.startswith("tcp://"):
+        host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False)
+    meeting_point: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
+    dist.init_process_group(platform.backend, rank=rank, world_size=world_size, **meeting_point)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     model_parallel_cuda_manual_seed(seed)
 

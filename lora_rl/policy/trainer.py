@@ -103,7 +103,7 @@ class PolicyRank:
             self.model.chunks,
         )
         # A finite decay length is needed even for a constant rate, and it must exceed the warm-up.
-        decay_steps = max(schedule.lr_decay_iters or config.grpo.max_num_steps, schedule.lr_warmup_iters + 1)
+        decay_steps = max(config.lr_decay_iters, schedule.lr_warmup_iters + 1)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=schedule.lr_warmup_init,
@@ -189,13 +189,19 @@ class PolicyRank:
         return StepResult(metrics, float(grad_norm or 0.0), rate, updated=True)
 
     def logprobs(
-        self, shard: TrainBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False
+        self,
+        shard: TrainBatch,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
     ) -> np.ndarray | None:
         """Logprobs of the completion tokens, without gradients.
 
         Args:
             reference: under the reference policy. The run started from B = 0, so that is the model with its
                 adapters switched off.
+            temperature: divides the logits; None: the sampling temperature.
 
         Returns:
             float32 [B, T] (0 outside completions) on the last pipeline stage, None on the others.
@@ -203,7 +209,7 @@ class PolicyRank:
         from contextlib import nullcontext
 
         def collect(microbatch: Microbatch, logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, Any]:
-            return {"rows": microbatch.rows, "logprobs": self._logprobs(microbatch, logits)[0]}
+            return {"rows": microbatch.rows, "logprobs": self._logprobs(microbatch, logits, temperature)[0]}
 
         switch = self.model.lora.disable_adapter(self.model.chunks) if reference else nullcontext()
         with switch, torch.no_grad():
@@ -269,14 +275,16 @@ class PolicyRank:
         tokens = torch.from_numpy(np.ascontiguousarray(part.token_ids)).to(self.platform.device)
         return Microbatch(list(rows), tokens, mask_tensor, mask_tensor.nonzero())
 
-    def _logprobs(self, microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(
+        self, microbatch: Microbatch, logits: torch.Tensor, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [B, T] logprob and entropy per completion token from logits [B, T, V/tp]; 0 elsewhere."""
         sequence, position = microbatch.positions.unbind(1)
         # The logits at position t-1 predict token t; prompt positions are not even looked at.
         logprobs, entropy = vocab_parallel_logprobs(
             logits[sequence, position - 1],
             microbatch.tokens[sequence, position],
-            temperature=self.temperature,
+            temperature=temperature or self.temperature,
             vocab_size=self.model.vocab_size,
             group=self.tp_group,
         )
@@ -311,6 +319,8 @@ def loss_settings(config: RunConfig) -> LossSettings:
     """The loss section of the configuration in the algorithm's own terms."""
     section = config.loss_fn
     corrected = section.use_importance_sampling_correction
+    # Bounds and type default to something useful in the configuration and mean nothing without the correction.
+    lower, upper = section.importance_sampling_bounds if corrected else (None, None)
     return LossSettings(
         reference_policy_kl_penalty=section.reference_policy_kl_penalty,
         reference_policy_kl_type=section.reference_policy_kl_type,
@@ -321,11 +331,7 @@ def loss_settings(config: RunConfig) -> LossSettings:
         use_importance_sampling_correction=corrected,
         importance_sampling_level=section.importance_sampling_level,
         importance_sampling_type=section.importance_sampling_type if corrected else None,
-        truncated_importance_sampling_ratio=section.truncated_importance_sampling_ratio if corrected else None,
-        truncated_importance_sampling_ratio_min=(
-            section.truncated_importance_sampling_ratio_min
-            if corrected and section.importance_sampling_type in ("icepop", "seq_mask")
-            else None
-        ),
+        truncated_importance_sampling_ratio=upper,
+        truncated_importance_sampling_ratio_min=lower,
         token_level_loss=section.token_level_loss,
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
-from lora_rl.sync.manifest import Manifest, SyncError, SyncReport, check_reports
+from lora_rl.sync.errors import SyncError
+from lora_rl.sync.manifest import Manifest, SyncReport, check_reports
 from lora_rl.sync.vllm_plugin import SHARED_MEMORY_BACKEND, register
 
 
@@ -19,6 +20,7 @@ class EngineSettings:
 
     Attributes:
         model: local directory or hub id.
+        tokenizer: local directory or hub id.
         platform: `cpu` or `cuda`.
         dtype: weight and activation type.
         max_model_len: prompt plus completion tokens.
@@ -29,6 +31,7 @@ class EngineSettings:
     """
 
     model: str
+    tokenizer: str
     platform: str
     dtype: str
     tensor_parallel_size: int
@@ -37,7 +40,7 @@ class EngineSettings:
     max_num_batched_tokens: int | None
     enforce_eager: bool
     enable_prefix_caching: bool
-    kv_cache_gib: float
+    kv_cache_gib: int
     gpu_memory_utilization: float
     load_format: str
     num_threads: int
@@ -60,7 +63,7 @@ class Engine:
         if settings.platform == "cpu":
             # One process instead of three: no second import of vLLM and no message passing per token.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gib)))
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
             # Two processes share the cores: pinning threads to cores would put both on the same ones.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
@@ -81,7 +84,7 @@ class Engine:
             options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         self.llm = LLM(
             model=settings.model,
-            tokenizer=settings.model,
+            tokenizer=settings.tokenizer,
             dtype=settings.dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             max_model_len=settings.max_model_len,

@@ -141,6 +141,12 @@ class TrainBatch:
         """Prompt and completion tokens of this shard, padding not counted."""
         return int(self.lengths.sum())
 
+    def minibatch(self, rows: Sequence[int]) -> TrainBatch:
+        """Part of the batch as an optimizer step of its own: global counts are those of the named rows."""
+        part = self.take(rows)
+        tokens = int((part.lengths - part.prompt_lengths).sum())
+        return replace(part, global_tokens=tokens, global_sequences=len(part))
+
     def take(self, indices: Sequence[int]) -> TrainBatch:
         """A shard: the named rows, cut to their own longest sequence; global counts stay those of the whole step."""
         rows = np.asarray(indices, dtype=np.int64)

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-
-class SyncError(RuntimeError):
-    """Trainer and engine disagree about weights. Never ignored: training on it would be silently wrong."""
+from lora_rl.sync.errors import SyncError
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lora_rl.sync.manifest import Manifest, SyncError, SyncReport, TensorEntry, check_names, checksum
+from lora_rl.sync.errors import SyncError
+from lora_rl.sync.manifest import Manifest, SyncReport, TensorEntry, check_names, checksum
 from lora_rl.sync.shared_memory import SharedBuffer
 
 TIED_OUTPUT = "lm_head.weight"
@@ -77,12 +79,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
         """
         manifest = Manifest.from_dict(update_info.manifest)
         names = [entry.name for entry in manifest.entries]
+        # A tied output layer is the embedding: it may be named or not, and vLLM does not load it separately.
+        optional = {TIED_OUTPUT} if self._tied() else set()
         if self._expected is not None:
-            check_names(names, self._expected, optional=[TIED_OUTPUT] if self._tied() else [])
+            check_names(names, self._expected, optional=optional)
         parameters = {name for name, _ in self.model.named_parameters()}
         seen: list[TensorEntry] = []
         loaded = self.model.load_weights(self._tensors(manifest, seen))
-        if loaded is not None and (untouched := sorted(parameters - set(loaded))):
+        if loaded is not None and (untouched := sorted(parameters - set(loaded) - optional)):
             raise SyncError(f"{len(untouched)} engine parameters got no pushed tensor: {', '.join(untouched[:4])}")
         echo = Manifest(manifest.version, tuple(seen))
         self.report = SyncReport(manifest.version, echo.digest, len(seen), echo.nbytes)
@@ -108,6 +112,12 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
     def finish_weight_update(self) -> None:
         """Repack the reloaded layers."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._tied():
+            # A tied output layer shares the embedding's tensor, which was just replaced, but on CPU it multiplies
+            # with a packed copy that nothing above has refreshed.
+            for module in self.model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Unmap the buffer."""

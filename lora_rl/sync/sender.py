@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from lora_rl.policy.model import PolicyModel
-from lora_rl.sync.manifest import Manifest, SyncError, TensorEntry, checksum
+from lora_rl.sync.errors import SyncError
+from lora_rl.sync.manifest import Manifest, TensorEntry, checksum
 from lora_rl.sync.shared_memory import SharedBuffer, aligned
-
-
-def merged_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full Hugging Face tensors of base plus scaled adapter product. Collective: every rank must exhaust it.
-
-    The bridge gathers each base tensor into a new one and merges into that; live weights are only read. The
-    iterator is lazy, so it must be consumed before the next optimizer step.
-
-    Yields:
-        (name, tensor on the CPU in the base model's dtype).
-    """
-    with torch.no_grad():
-        yield from model.bridge.export_hf_weights(
-            model.chunks, cpu=True, show_progress=False, merge_adapter_weights=True
-        )
 
 
 class MergedSender:
     """Writes pushes into shared memory. Rank 0 of the world sends; the other ranks take part in the gathers."""
 
-    def __init__(self, model: PolicyModel, *, is_sender: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], *, is_sender: bool, dtype: torch.dtype
+    ) -> None:
         """
         Args:
-            model: this rank's policy model.
+            weights: starts a fresh pass over the merged Hugging Face tensors; collective over the ranks.
             is_sender: whether this rank writes the buffer.
             dtype: the engine's weight dtype; tensors are cast to it once, here.
         """
-        self._model = model
+        self._weights = weights
         self._is_sender = is_sender
         self._dtype = dtype
         self._buffer: SharedBuffer | None = None
@@ -49,7 +36,7 @@ class MergedSender:
             (path, bytes) for the engine on the sending rank, None on the others.
         """
         size = 0
-        for _, tensor in merged_weights(self._model):
+        for _, tensor in self._weights():
             size = aligned(size) + tensor.numel() * self._dtype.itemsize
         if not self._is_sender:
             return None
@@ -74,7 +61,7 @@ class MergedSender:
         Raises:
             SyncError: `must_differ`, but every byte equals the last push: the adapters did not reach the payload.
         """
-        weights = merged_weights(self._model)
+        weights = self._weights()
         if not self._is_sender:
             for _ in weights:
                 continue

@@ -45,7 +45,8 @@ class Console:
 
     Warnings of the `lora_rl` loggers are shown too. The summary is printed on leaving the `with` block, also
     when it is left by an exception. A display that cannot be written to is switched off and the run goes on.
-    Every method may be called from any thread.
+    Every method may be called from any thread. A resumed run first gives `console.state.update` the records of
+    `RunRecorder.earlier`, so that curves and totals are those of the whole run.
 
     Args:
         mode: `auto`, `plain` (as if there were no terminal), or `quiet` (warnings and the summary only).
@@ -85,7 +86,10 @@ class Console:
         self._sample_every, self._sample_count = sample_every, sample_count
         self._plain_interval_s, self._heartbeat_s = plain_interval_s, heartbeat_s
         self._rich = rich.console.Console(file=self._stream, highlight=False, markup=False, emoji=False)
-        self._is_live = mode == "auto" and self._rich.is_terminal and not self._rich.is_dumb_terminal
+        # The stream is asked itself: rich also calls a file a terminal when FORCE_COLOR is set, as CI systems do.
+        self._is_live = (
+            mode == "auto" and self._stream.isatty() and self._rich.is_terminal and not self._rich.is_dumb_terminal
+        )
         unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
         self._glyphs = UNICODE if unicode else ASCII
         self._encoding = "utf-8" if unicode else "ascii"
@@ -132,6 +136,7 @@ class Console:
             self._tasks.append(task)
         if not self._is_live and not self._quiet:
             self._print(label("start-up").append(f"{task.name} ..."))
+        self._refresh()
         return task
 
     def step(self, record: Mapping, samples: Sequence[Sample] = ()) -> None:
@@ -144,8 +149,7 @@ class Console:
             show_line = not self._is_live and not self._quiet and self._is_due(record)
             show_samples = bool(samples) and not self._quiet and self._samples_due(record)
             line = dashboard.step_line(self.state, record) if show_line else ""
-        if self._live is not None:
-            self._output(self._live.refresh)
+        self._refresh()
         if nonfinite := nonfinite_names(record):
             self.warn(f"not finite: {', '.join(nonfinite)}")
         if show_line:
@@ -195,6 +199,10 @@ class Console:
         if due:
             self._last_sample_step = record["step"]
         return due
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._output(self._live.refresh)
 
     def _live_region(self) -> RenderableType:
         with self._lock:

@@ -34,6 +34,10 @@ class RunRecorder:
         warn: called with one line when a sink fails.
         clock: Unix time in seconds.
 
+    Attributes:
+        path: metrics.jsonl.
+        earlier: the records that a resumed run keeps.
+
     Raises:
         FileExistsError: a new run in a directory that already holds records.
     """
@@ -54,7 +58,7 @@ class RunRecorder:
             raise FileExistsError(
                 f"{self.path} already holds {len(earlier)} records; resume that run or choose a new directory"
             )
-        kept = [record for record in earlier if resume_step is not None and record["step"] <= resume_step]
+        kept = self.earlier = [r for r in earlier if resume_step is not None and r["step"] <= resume_step]
         if self.path.exists():
             self._rewrite(kept, superseded=earlier[len(kept) :])
         self._last_step = kept[-1]["step"] if kept else None

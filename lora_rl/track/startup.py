@@ -60,7 +60,8 @@ class StartupTask:
         if error is None:
             self.done()
         else:
-            self.fail(f"{kind.__name__}: {error}")
+            first_line = str(error).partition("\n")[0]
+            self.fail(f"{kind.__name__}: {first_line}")
 
     def _close(self, line: str) -> None:
         if not self._closed:

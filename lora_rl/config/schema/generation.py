@@ -41,7 +41,7 @@ class VllmConfig(Section):
     precision: Precision | None = Field(None, description="Type of the engine's weights; null: policy.precision.")
     tensor_parallel_size: PositiveInt = Field(1, description="Processes per engine.")
     gpu_memory_utilization: Fraction = Field(0.5, description="Share of each GPU's memory an engine may use.")
-    kv_cache_gib: PositiveFloat = Field(1.0, description="KV cache per engine process on the CPU, in GiB.")
+    kv_cache_gib: PositiveInt = Field(1, description="KV cache per engine process on the CPU, in GiB.")
     max_model_len: PositiveInt | None = Field(
         None, description="Longest sequence of an engine, in tokens; null: policy.max_total_sequence_length."
     )

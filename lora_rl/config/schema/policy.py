@@ -33,7 +33,9 @@ class PeftConfig(Section):
         ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
         description="Megatron linears that get an adapter: names, or wildcards such as *.layers.0.*.linear_qkv.",
     )
-    exclude_modules: list[str] = Field([], description="With an empty target_modules: adapt every linear except these.")
+    exclude_modules: list[str] = Field(
+        [], description="With an empty target_modules: adapt all four linears of every layer except these."
+    )
     lora_A_init_method: Literal["xavier", "uniform", "normal", "kaiming"] = Field(
         "xavier", description="Starting values of A (r x in)."
     )
@@ -58,14 +60,14 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """`policy.megatron_cfg.scheduler`: the learning rate over time, counted in steps of the run."""
+    """`policy.megatron_cfg.scheduler`: the learning rate over time, counted in optimizer steps."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Course of the learning rate after the warm-up."
     )
-    lr_warmup_iters: NonNegativeInt = Field(0, description="Steps of linear warm-up.")
+    lr_warmup_iters: NonNegativeInt = Field(0, description="Optimizer steps of linear warm-up.")
     lr_decay_iters: PositiveInt | None = Field(
-        None, description="Step at which min_lr is reached; null: grpo.max_num_steps."
+        None, description="Optimizer step at which min_lr is reached; null: the last of grpo.max_num_steps steps."
     )
     lr_warmup_init: NonNegativeFloat = Field(0.0, description="Learning rate at the start of the warm-up.")
 

@@ -128,9 +128,14 @@ class RunConfig(Section):
         return self.policy.train_global_batch_size or self.sequences_per_step
 
     @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of a whole run of `grpo.max_num_steps` steps, at most."""
+        return self.grpo.max_num_steps * max(1, self.sequences_per_step // self.train_global_batch_size)
+
+    @property
     def lr_decay_iters(self) -> int:
-        """Step at which the learning rate has decayed to `min_lr`."""
-        return self.policy.megatron_cfg.scheduler.lr_decay_iters or self.grpo.max_num_steps
+        """Optimizer step at which the learning rate has decayed to `min_lr`."""
+        return self.policy.megatron_cfg.scheduler.lr_decay_iters or self.num_optimizer_steps
 
     @property
     def engine_precision(self) -> Precision:

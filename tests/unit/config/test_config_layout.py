@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import write_model
 
 from lora_rl.config import ConfigError, derive_layout, layout, load_config
+from tests.unit.config.sample_files import write_model
 
 TP = "policy.megatron_cfg.tensor_model_parallel_size"
 PP = "policy.megatron_cfg.pipeline_model_parallel_size"
@@ -121,7 +121,9 @@ def test_visible_devices_are_counted(monkeypatch):
 def test_null_keys_mean_other_keys(config_file):
     config = load_config(config_file)
     assert config.train_global_batch_size == config.sequences_per_step == 256
-    assert config.lr_decay_iters == 100
+    assert config.lr_decay_iters == config.num_optimizer_steps == 100
+    halves = load_config(config_file, ["policy.train_global_batch_size=128"])
+    assert halves.lr_decay_iters == halves.num_optimizer_steps == 200
     assert config.engine_precision == "float32"
     assert config.engine_max_model_len == 32
     assert config.data_seed == config.grpo.seed

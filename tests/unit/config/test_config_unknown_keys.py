@@ -5,12 +5,12 @@ from __future__ import annotations
 import string
 
 import pytest
-from conftest import write_config, write_model
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lora_rl.config import ConfigError, load_config
 from lora_rl.config.keys import all_keys, all_sections
+from tests.unit.config.sample_files import write_config, write_model
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def shared_config(tmp_path_factory):
     return write_config(folder, write_model(folder / "model"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pair=one_edit())
 def test_any_single_slip_is_refused_and_corrected(shared_config, pair):
     key, edited = pair

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -49,6 +49,7 @@ def test_apportion_adds_up_and_stays_within_one_of_the_exact_share(shares, total
     assert all(abs(count - share / whole * total) < 1 + 1e-6 for count, share in zip(counts, shares, strict=True))
 
 
+@settings(max_examples=50)
 @given(st.text(max_size=300), st.integers(1, 60))
 def test_shorten_fits_and_is_printable(text, cells):
     shown = shorten(text, cells)

@@ -105,6 +105,7 @@ def test_resume_keeps_earlier_records_and_sets_later_ones_aside(tmp_path: Path):
     with pytest.raises(FileExistsError, match="already holds 3 records"):
         RunRecorder(tmp_path)
     with RunRecorder(tmp_path, resume_step=2, clock=clock) as recorder:
+        assert [record["step"] for record in recorder.earlier] == [1, 2]
         recorder.log(3, {"train/loss": 0.25})
     records = read_metrics(recorder.path)
     assert [record["step"] for record in records] == [1, 2, 3]

@@ -1,0 +1,1 @@
+"""Ray: start or attach, place processes, call them, and name the one that failed."""

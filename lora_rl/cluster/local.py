@@ -1,0 +1,54 @@
+"""Starting Ray for one run, or joining a cluster that is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: Path) -> Iterator[None]:
+    """Ray for the length of the `with` block; a Ray started here is stopped at its end, whatever happened.
+
+    Args:
+        address: an existing cluster; None starts one on this machine that listens on loopback only.
+        num_cpus: logical CPUs of a started cluster: one per actor, so that placement never waits.
+        num_gpus: GPUs of a started cluster.
+        log_file: receives Ray's own messages.
+    """
+    # `uv run` would otherwise make Ray build a second environment for its workers.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would zero CUDA_VISIBLE_DEVICES for actors without GPUs; Megatron-Bridge then only warns more.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A busy start on few cores is slow, not broken.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    import ray
+
+    handler = logging.FileHandler(log_file)
+    ray_logger = logging.getLogger("ray")
+    # Importing Ray attached a handler that writes to standard error, in the middle of the progress display.
+    handlers, ray_logger.handlers = ray_logger.handlers, [handler]
+    try:
+        if address is not None:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                # Objects here are token ids and metrics; weights never travel through the object store.
+                object_store_memory=256 * 1024**2,
+            )
+        yield
+    finally:
+        ray.shutdown()
+        ray_logger.handlers = handlers
+        handler.close()

@@ -1,0 +1,100 @@
+"""The Ray actor that hosts one Megatron rank. Imports nothing heavy until it is told to."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from lora_rl.track.logs import capture_to_file
+
+if TYPE_CHECKING:
+    from lora_rl.config import RunConfig
+    from lora_rl.rollout.types import TrainBatch
+
+
+class PolicyActor:
+    """One rank; the methods mirror `PolicyRank` and `MergedSender`."""
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, platform: str, threads: int, log: str) -> None:
+        self._log = capture_to_file(log)
+        self._config = config
+        self._rank, self._world_size = rank, world_size
+        self._platform_name, self._threads = platform, threads
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["LOCAL_RANK"] = str(rank % (config.cluster.gpus_per_node or world_size))
+
+    def ping(self) -> bool:
+        """Answer when the process is alive and idle."""
+        return True
+
+    def import_stack(self) -> None:
+        """Import Megatron, patched for the platform: most of the start-up time."""
+        from lora_rl.policy.platform import prepare
+
+        self._platform = prepare(self._platform_name, num_threads=self._threads)
+        import lora_rl.policy.trainer
+        import lora_rl.sync.sender  # noqa: F401
+
+    def open_rendezvous(self) -> str:
+        """Bind the store that the ranks meet at, and return its URL. Called on rank 0 only."""
+        import ray.util
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        # Port 0 lets the system choose a free one; the store stays open in this process.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{host}:{self._store.port}"
+
+    def build(self, rendezvous: str) -> dict[str, Any]:
+        """Join the other ranks and build the model; returns `PolicyRank.describe`."""
+        if rendezvous.startswith("tcp://127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        from lora_rl.policy.model import initialise_parallel
+        from lora_rl.policy.trainer import PolicyRank
+
+        megatron = self._config.policy.megatron_cfg
+        initialise_parallel(
+            self._platform,
+            rank=self._rank,
+            world_size=self._world_size,
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            seed=self._config.grpo.seed,
+            init_method=rendezvous,
+            store=getattr(self, "_store", None),
+        )
+        self.rank = PolicyRank(self._config, self._platform)
+        return self.rank.describe()
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def train_step(self, shard: TrainBatch, microbatches: list[list[int]], **logprobs: Any) -> Any:
+        """See `PolicyRank.train_step`."""
+        return self.rank.train_step(shard, microbatches, **logprobs)
+
+    def logprobs(self, shard: TrainBatch, microbatches: list[list[int]], **options: Any) -> Any:
+        """See `PolicyRank.logprobs`."""
+        return self.rank.logprobs(shard, microbatches, **options)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def open_transfer(self, dtype: str) -> tuple[str, int] | None:
+        """Allocate the buffer for pushes; (path, bytes) on rank 0."""
+        from functools import partial
+
+        import torch
+
+        from lora_rl.policy.export import merged_weights
+        from lora_rl.sync.sender import MergedSender
+
+        weights = partial(merged_weights, self.rank.model)
+        self._sender = MergedSender(weights, is_sender=self._rank == 0, dtype=getattr(torch, dtype))
+        return self._sender.open()
+
+    def close_transfer_name(self) -> None:
+        """Remove the buffer's file name: every engine worker has mapped it."""
+        self._sender.close_name()
+
+    def send(self, version: int, *, must_differ: bool) -> Any:
+        """See `MergedSender.send`."""
+        return self._sender.send(version, must_differ=must_differ)

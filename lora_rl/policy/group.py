@@ -1,0 +1,147 @@
+"""The driver's view of the policy: all ranks as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lora_rl.algorithm import (
+    MetricSum,
+    Normaliser,
+    finalise,
+    merge,
+    num_microbatches_for_all,
+    pad_microbatches,
+    shard_sequences,
+    split_microbatches,
+)
+from lora_rl.cluster.workers import Call, Worker, wait
+from lora_rl.sync.manifest import Manifest
+
+if TYPE_CHECKING:
+    from lora_rl.config import RunConfig
+    from lora_rl.config.layout import Layout
+    from lora_rl.rollout.types import TrainBatch
+
+
+def start_ranks(config: RunConfig, layout: Layout, logs: Path) -> list[Worker]:
+    """Create one actor per Megatron rank; returns at once, while the processes start.
+
+    Args:
+        logs: folder for `rank_<n>.log`.
+    """
+    import ray
+
+    from lora_rl.policy.actor import PolicyActor
+
+    workers = []
+    # Rank and engine take turns on a GPU in colocated mode, so each claims half of it.
+    gpus = 0.5 if layout.platform == "cuda" else 0
+    for rank in range(layout.world_size):
+        tp, pp, dp = layout.coordinates(rank)
+        log = logs / f"rank_{rank}.log"
+        handle = (
+            ray.remote(PolicyActor)
+            .options(num_cpus=1, num_gpus=gpus, max_restarts=0)
+            .remote(config, rank, layout.world_size, layout.platform, layout.threads_per_rank, str(log))
+        )
+        workers.append(Worker(f"rank {rank} (tp {tp}, pp {pp}, dp {dp})", handle, log))
+    return workers
+
+
+class PolicyGroup:
+    """Shards batches over data-parallel ranks, agrees on microbatches, merges what the ranks report."""
+
+    def __init__(self, config: RunConfig, layout: Layout, workers: Sequence[Worker]) -> None:
+        self.config, self.layout, self.workers = config, layout, list(workers)
+        self._timeout = config.cluster.step_timeout_s
+
+    def train(self, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, float]:
+        """One optimizer step per minibatch of rows of `batch`; metrics over all of them.
+
+        With a single minibatch the old logprobs are the current ones, and one forward pass does everything. With
+        several they are computed before the first update, and so are reference logprobs when the KL needs them.
+        """
+        old = self.logprobs(batch) if len(minibatches) > 1 else None
+        uses_kl = self.config.loss_fn.reference_policy_kl_penalty > 0
+        reference = self.logprobs(batch, reference=True) if uses_kl else None
+        parts: list[dict[str, MetricSum]] = []
+        norms, rate, tokens, sequences, microbatches = [], 0.0, 0, 0, 0
+        for rows in minibatches:
+            step = batch.minibatch(rows)
+            shards, cuts = self._cut(step)
+            calls = self._call_all(
+                "train_step",
+                lambda dp, step=step, shards=shards, cuts=cuts, rows=rows: (
+                    (step.take(shards[dp]), cuts[dp]),
+                    {
+                        "old_logprobs": _rows(old, rows, shards[dp]),
+                        "reference_logprobs": _rows(reference, rows, shards[dp]),
+                    },
+                ),
+            )
+            results = wait(calls, timeout_s=self._timeout, doing="training")
+            parts += [r.metrics for r in results if r.metrics]
+            norms.append(results[0].grad_norm)
+            rate = results[0].learning_rate
+            tokens, sequences = tokens + step.global_tokens, sequences + step.global_sequences
+            microbatches += len(cuts[0])
+        metrics = finalise(merge(parts), Normaliser(tokens=float(tokens), sequences=float(sequences)))
+        return {
+            **metrics,
+            "grad_norm": float(np.mean(norms)),
+            "lr": rate,
+            "microbatches": microbatches,
+            "optimizer_steps": len(minibatches),
+        }
+
+    def logprobs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> np.ndarray:
+        """float32 [B, T] logprobs of completion tokens under the current or the reference policy.
+
+        Args:
+            temperature: divides the logits; None: the sampling temperature.
+        """
+        shards, cuts = self._cut(batch, sequences=self.config.policy.logprob_batch_size)
+        options = {"reference": reference, "temperature": temperature}
+        calls = self._call_all("logprobs", lambda dp: ((batch.take(shards[dp]), cuts[dp]), options))
+        doing = "computing reference logprobs" if reference else "computing logprobs"
+        results = wait(calls, timeout_s=self._timeout, doing=doing)
+        out = np.zeros(batch.token_ids.shape, dtype=np.float32)
+        for rank, values in enumerate(results):
+            if values is not None and values.size:
+                rows = shards[self.layout.coordinates(rank)[2]]
+                out[rows, : values.shape[1]] = values
+        return out
+
+    def send(self, version: int, *, must_differ: bool) -> Manifest:
+        """Write the merged weights of `version` where the engines read them."""
+        calls = [w.call("send", version, must_differ=must_differ) for w in self.workers]
+        manifest = wait(calls, timeout_s=self._timeout, doing="sending weights")[0]
+        assert manifest is not None
+        return manifest
+
+    def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """Rows of each data-parallel shard, and within each the rows of its microbatches, equally many everywhere."""
+        policy = self.config.policy
+        limits = {
+            "max_tokens": policy.dynamic_batching.train_mb_tokens if policy.dynamic_batching.enabled else None,
+            "max_sequences": sequences or policy.train_micro_batch_size,
+        }
+        shards = shard_sequences(batch.lengths.tolist(), self.layout.dp)
+        lengths = [batch.lengths[rows].tolist() for rows in shards]
+        count = num_microbatches_for_all(lengths, **limits)
+        return shards, [pad_microbatches(split_microbatches(x, **limits), count) for x in lengths]
+
+    def _call_all(self, method: str, arguments: Any) -> list[Call]:
+        calls = []
+        for rank, worker in enumerate(self.workers):
+            args, kwargs = arguments(self.layout.coordinates(rank)[2])
+            calls.append(worker.call(method, *args, **kwargs))
+        return calls
+
+
+def _rows(values: np.ndarray | None, rows: Sequence[int], shard: Sequence[int]) -> np.ndarray | None:
+    return None if values is None else values[np.asarray(rows)[np.asarray(shard, dtype=np.int64)]]

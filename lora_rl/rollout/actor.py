@@ -1,0 +1,47 @@
+"""The Ray actor that hosts one vLLM engine. Imports nothing heavy until it is told to."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from lora_rl.track.logs import capture_to_file
+
+if TYPE_CHECKING:
+    from lora_rl.rollout.engine import EngineSettings
+    from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
+
+
+class EngineActor:
+    """One engine; the methods mirror `Engine`."""
+
+    def __init__(self, settings: EngineSettings, log: str) -> None:
+        self._log = capture_to_file(log)
+        self._settings = settings
+        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+
+    def ping(self) -> bool:
+        """Answer when the process is alive and idle."""
+        return True
+
+    def build(self) -> None:
+        """Import vLLM and load the model."""
+        from lora_rl.rollout.engine import Engine
+
+        self.engine = Engine(self._settings)
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingSettings) -> list[Completion]:
+        """See `Engine.generate`."""
+        return self.engine.generate(requests, sampling)
+
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        """See `Engine.score`."""
+        return self.engine.score(sequences)
+
+    def open_transfer(self, path: str, nbytes: int) -> None:
+        """See `Engine.open_transfer`."""
+        self.engine.open_transfer(path, nbytes)
+
+    def load_push(self, manifest: dict[str, Any]) -> Any:
+        """See `Engine.load_push`."""
+        return self.engine.load_push(manifest)

@@ -1,0 +1,98 @@
+"""The driver's view of the engines: requests spread over them, answers in order, pushes to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rl.cluster.workers import Worker, wait
+from lora_rl.sync.manifest import Manifest, SyncReport
+
+if TYPE_CHECKING:
+    from lora_rl.config import RunConfig
+    from lora_rl.config.layout import Layout
+    from lora_rl.rollout.engine import EngineSettings
+    from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
+
+
+def start_engines(config: RunConfig, layout: Layout, logs: Path) -> list[Worker]:
+    """Create one actor per engine; returns at once, while the processes start.
+
+    Args:
+        logs: folder for `engine_<n>.log`.
+    """
+    import ray
+
+    from lora_rl.rollout.actor import EngineActor
+
+    settings = engine_settings(config, layout)
+    workers = []
+    gpus = 0.5 * layout.engine_tp if layout.platform == "cuda" else 0
+    for index in range(layout.num_engines):
+        log = logs / f"engine_{index}.log"
+        options = ray.remote(EngineActor).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
+        workers.append(Worker(f"engine {index}", options.remote(settings, str(log)), log))
+    return workers
+
+
+def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
+    """The configuration's engine section, with everything derived filled in."""
+    from lora_rl.rollout.engine import EngineSettings
+
+    policy, vllm = config.policy, config.policy.generation.vllm_cfg
+    return EngineSettings(
+        model=policy.model_name,
+        tokenizer=policy.tokenizer_name,
+        platform=layout.platform,
+        dtype=config.engine_precision,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        max_model_len=config.engine_max_model_len,
+        max_num_seqs=vllm.max_num_seqs,
+        max_num_batched_tokens=vllm.max_num_batched_tokens,
+        enforce_eager=vllm.enforce_eager,
+        enable_prefix_caching=vllm.enable_prefix_caching,
+        kv_cache_gib=vllm.kv_cache_gib,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        load_format=vllm.load_format,
+        num_threads=layout.threads_per_engine,
+        seed=config.grpo.seed,
+    )
+
+
+class EnginePool:
+    """All engines as one."""
+
+    def __init__(self, workers: Sequence[Worker], *, timeout_s: float) -> None:
+        self.workers, self._timeout = list(workers), timeout_s
+        self.weight_version = 0
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSettings) -> list[Completion]:
+        """One completion per request, in order. Requests are dealt in contiguous runs, so that the samples of one
+        prompt meet on one engine and share its prefix cache.
+
+        Raises:
+            WorkerError: an engine failed, died or hung.
+            RuntimeError: a completion was sampled by other weights than the last push.
+        """
+        size = -(-len(requests) // len(self.workers))
+        parts = [list(requests[i : i + size]) for i in range(0, len(requests), size)]
+        calls = [w.call("generate", part, sampling) for w, part in zip(self.workers, parts, strict=False)]
+        answers = wait(calls, timeout_s=self._timeout, doing="generating")
+        completions = [completion for answer in answers for completion in answer]
+        wrong = {c.weight_version for c in completions} - {self.weight_version}
+        if wrong:
+            raise RuntimeError(f"completions of weight versions {sorted(wrong)}, but {self.weight_version} was pushed")
+        return completions
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[list[float]]]:
+        """For each engine, the logprobs of each sequence's tokens after the first."""
+        calls = [w.call("score", list(sequences)) for w in self.workers]
+        return wait(calls, timeout_s=self._timeout, doing="scoring the probe prompts")
+
+    def load(self, manifest: Manifest) -> list[SyncReport]:
+        """Load a push into every engine; all of their workers' reports."""
+        calls = [w.call("load_push", manifest.to_dict()) for w in self.workers]
+        reports = wait(calls, timeout_s=self._timeout, doing="loading weights into the engines")
+        self.weight_version = manifest.version
+        return [report for engine in reports for report in engine]

@@ -1,0 +1,187 @@
+"""GRPO: the loop. One step reads top to bottom as the algorithm does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample
+from lora_rl.train.job import Job, start_job
+
+if TYPE_CHECKING:
+    from lora_rl.algorithm import GroupAdvantages
+    from lora_rl.config import RunConfig
+    from lora_rl.config.layout import Layout
+    from lora_rl.rollout.types import Rollout, TrainBatch
+
+
+def run_grpo(
+    config: RunConfig, layout: Layout, console: Console, recorder: RunRecorder, timer: PhaseTimer, run_dir: Path
+) -> None:
+    """Start the job and train for `grpo.max_num_steps` steps.
+
+    Raises:
+        WorkerError, SyncError: see `lora_rl.train.job` and `lora_rl.train.weights`.
+    """
+    with ExitStack() as stack:
+        with timer("startup"):
+            job = stack.enter_context(start_job(config, layout, console, run_dir))
+        train(job, config, console, recorder, timer)
+
+
+def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, timer: PhaseTimer) -> None:
+    """The training loop over a started job."""
+    from lora_rl.rollout.source import SyncRolloutSource
+    from lora_rl.rollout.types import build_train_batch
+    from lora_rl.train.weights import check_drift
+
+    source = SyncRolloutSource(job.generator, job.prompts, config)
+    before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
+    console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
+
+    for step in range(1, config.grpo.max_num_steps + 1):
+        with timer("generation"):
+            rollouts = source.next_step(step)
+        with timer("training"):
+            advantages = group_advantages_of(rollouts, config)
+            kept, values = drop_constant_groups(rollouts, advantages, config)
+            trained: dict[str, float] = {}
+            if kept:
+                batch = build_train_batch(kept, values)
+                trained = job.policy.train(batch, minibatches(batch, config))
+        check_drift(trained, parity_tolerance(config))
+        with timer("sync"):
+            synced = job.weights.push(after_update=True) if kept else {}
+        validated, held_out_samples = {}, []
+        if is_validation_step(step, config):
+            validated, held_out_samples = validate(job, config, timer)
+        if not kept:
+            console.warn("every group's rewards were equal: nothing to learn from, the optimizer step was skipped")
+        record = recorder.log(
+            step,
+            rollout_metrics(rollouts, advantages),
+            {f"train/{name}": value for name, value in trained.items()},
+            synced,
+            validated,
+            timer.end_step(tokens=tokens_per_phase(rollouts, kept)),
+        )
+        console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
+
+
+# -- the verbs of a step -------------------------------------------------------------------------------------------
+
+
+def group_advantages_of(rollouts: Sequence[Rollout], config: RunConfig) -> GroupAdvantages:
+    """Advantage of every rollout within its group."""
+    import torch
+
+    from lora_rl.algorithm import group_advantages
+
+    return group_advantages(
+        torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
+        torch.tensor([r.group_id for r in rollouts]),
+        normalize=config.grpo.normalize_rewards,
+        leave_one_out=config.grpo.use_leave_one_out_baseline,
+    )
+
+
+def drop_constant_groups(
+    rollouts: Sequence[Rollout], advantages: GroupAdvantages, config: RunConfig
+) -> tuple[list[Rollout], list[float]]:
+    """Rollouts worth training on and their advantages; groups without variance go, if the configuration says so.
+
+    Completions without a token cannot be trained on and always go.
+    """
+    constant = advantages.zero_variance.tolist()
+    pairs = [
+        (rollout, advantage)
+        for rollout, advantage, flat in zip(rollouts, advantages.advantages.tolist(), constant, strict=True)
+        if rollout.completion.token_ids and not (flat and config.grpo.drop_zero_variance_groups)
+    ]
+    if all(constant):
+        return [], []
+    return [r for r, _ in pairs], [a for _, a in pairs]
+
+
+def minibatches(batch: TrainBatch, config: RunConfig) -> list[list[int]]:
+    """Rows of each optimizer step: as many steps as configured, of equal size as far as dropped groups allow."""
+    count = min(config.sequences_per_step // config.train_global_batch_size, len(batch))
+    bounds = [round(i * len(batch) / count) for i in range(count + 1)]
+    return [list(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def is_validation_step(step: int, config: RunConfig) -> bool:
+    """Every `val_period` steps, and after the last."""
+    period = config.grpo.val_period
+    return period > 0 and (step % period == 0 or step == config.grpo.max_num_steps)
+
+
+def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, float], list[Sample]]:
+    """Accuracy on held-out prompts; the same prompts and seeds every time, so that runs of a job are comparable."""
+    from lora_rl.rollout.source import validation_groups, validation_sampling
+
+    grpo = config.grpo
+    groups = validation_groups(job.held_out[: grpo.max_val_samples])
+    sampling = validation_sampling(config)
+    rollouts: list[Rollout] = []
+    with timer("validation"):
+        for first in range(0, len(groups), grpo.val_batch_size):
+            part = groups[first : first + grpo.val_batch_size]
+            purpose = f"validation {first}"
+            rollouts += job.generator.rollouts(part, grpo.val_num_generations, sampling, purpose=purpose)
+    metrics = {
+        "val/accuracy": sum(r.reward for r in rollouts) / len(rollouts),
+        "val/samples": len(rollouts),
+        "val/response_length": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),
+    }
+    return metrics, [to_sample(r) for r in rollouts[:: max(1, len(rollouts) // 8)]]
+
+
+# -- what is reported ----------------------------------------------------------------------------------------------
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], advantages: GroupAdvantages) -> dict[str, float]:
+    """Rewards, lengths and reasons over *all* rollouts of the step, before any group is dropped."""
+    import numpy as np
+
+    rewards = np.array([r.reward for r in rollouts])
+    lengths = np.array([len(r.completion.token_ids) for r in rollouts])
+    reasons = Counter(r.reason for r in rollouts)
+    truncated = sum(r.completion.stop_reason == "length" for r in rollouts)
+    return {
+        "train/reward": float(rewards.mean()),
+        "train/reward_std": float(rewards.std()),
+        "train/response_length": float(lengths.mean()),
+        "train/truncated_share": truncated / len(rollouts),
+        "train/zero_variance_share": advantages.num_zero_variance_groups / advantages.num_groups,
+        **{f"reward/{reason}": count / len(rollouts) for reason, count in sorted(reasons.items())},
+    }
+
+
+def tokens_per_phase(rollouts: Sequence[Rollout], kept: Sequence[Rollout]) -> dict[str, int]:
+    """Tokens generated, and tokens (prompts included) the trainer ran over."""
+    return {
+        "generation": sum(len(r.completion.token_ids) for r in rollouts),
+        "training": sum(r.length for r in kept),
+    }
+
+
+def to_sample(rollout: Rollout) -> Sample:
+    """A rollout as the console shows it."""
+    return Sample(
+        prompt=rollout.prompt.text,
+        completion=rollout.text,
+        expected=rollout.prompt.answer,
+        reward=rollout.reward,
+        stop_reason=f"{rollout.completion.stop_reason.value}, {rollout.reason}",
+    )
+
+
+def parity_tolerance(config: RunConfig) -> float | None:
+    """Drift is checked where exact agreement can be expected: float32 on both sides."""
+    exact = config.policy.precision == config.engine_precision == "float32"
+    return config.policy.generation.weight_sync.parity_tolerance if exact else None

@@ -1,0 +1,179 @@
+"""Bringing a job up: Ray, engines and ranks side by side, first weights, parity check; and down again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_rl.cluster.local import ray_session
+from lora_rl.cluster.workers import Worker, wait
+from lora_rl.data import PromptSource, Tokenizer, addition_prompts, load_tokenizer
+
+if TYPE_CHECKING:
+    from lora_rl.config import RunConfig
+    from lora_rl.config.layout import Layout
+    from lora_rl.data import Prompt
+    from lora_rl.policy.group import PolicyGroup
+    from lora_rl.rollout.pool import EnginePool
+    from lora_rl.rollout.source import Generator
+    from lora_rl.track import Console
+    from lora_rl.train.weights import WeightSync
+
+_PARITY_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything the loop works with.
+
+    Attributes:
+        policy, engines, weights: the two sides and what connects them; the engines hold weight version 1.
+        generator: samples and scores.
+        prompts: training prompts, with the cursor.
+        held_out: validation prompts, disjoint from `prompts`.
+        facts: numbers about the model and the start, as metrics of step 0.
+    """
+
+    policy: PolicyGroup
+    engines: EnginePool
+    weights: WeightSync
+    generator: Generator
+    prompts: PromptSource
+    held_out: list[Prompt]
+    facts: dict[str, float]
+
+
+def load_data(config: RunConfig) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
+    """Tokenizer, training prompts and held-out prompts.
+
+    Raises:
+        FileNotFoundError: the tokenizer's files are missing.
+        ValueError: a prompt leaves no room for a completion.
+    """
+    tokenizer = load_tokenizer(config.policy.tokenizer_name)
+    task = config.data.addition
+    train, held_out = addition_prompts(tokenizer, task.digits, task.held_out_pairs, task.split_seed)
+    room = config.engine_max_model_len - config.policy.generation.max_new_tokens
+    for prompt in (*train, *held_out):
+        if len(prompt.token_ids) > room:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, but policy.max_total_sequence_length "
+                f"{config.engine_max_model_len} minus policy.generation.max_new_tokens leaves {room}"
+            )
+    return tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out
+
+
+@contextmanager
+def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path) -> Iterator[Job]:
+    """Start every process, load the model on both sides, push the first weights; stop everything at the end.
+
+    The two expensive starts, vLLM's and Megatron's, overlap.
+
+    Raises:
+        WorkerError: a process could not be started.
+        SyncError: trainer and engine do not compute the same.
+    """
+    tokenizer, prompts, held_out = load_data(config)
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with console.startup("Ray"):
+            # Every actor takes one logical CPU; a local cluster has exactly as many.
+            session = ray_session(
+                address=config.cluster.address,
+                num_cpus=layout.world_size + layout.num_engines,
+                num_gpus=layout.world_size if layout.platform == "cuda" else 0,
+                log_file=logs / "ray.log",
+            )
+            stack.enter_context(session)
+        from lora_rl.rollout.pool import EnginePool, start_engines
+
+        engine_workers = start_engines(config, layout, logs)
+        from lora_rl.policy.group import PolicyGroup, start_ranks
+
+        rank_workers = start_ranks(config, layout, logs)
+        description = _build(config, console, engine_workers, rank_workers)
+
+        from lora_rl.rollout.source import Generator
+        from lora_rl.train.weights import WeightSync
+
+        policy = PolicyGroup(config, layout, rank_workers)
+        engines = EnginePool(engine_workers, timeout_s=config.cluster.step_timeout_s)
+        weights = WeightSync(policy, engines)
+        with console.startup("weights") as task:
+            task.update("opening the transfer")
+            _open_transfer(config, rank_workers, engine_workers)
+            task.update("first push")
+            facts = weights.push(after_update=False)
+            tolerance = config.policy.generation.weight_sync.parity_tolerance
+            if tolerance is not None:
+                task.update("comparing logprobs of trainer and engine")
+                probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]
+                facts["sync/parity"] = weights.check_parity(probes, tolerance)
+        yield Job(
+            policy=policy,
+            engines=engines,
+            weights=weights,
+            generator=Generator(engines, tokenizer, config.grpo.seed),
+            prompts=prompts,
+            held_out=held_out,
+            facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
+        )
+
+
+def _build(config: RunConfig, console: Console, engines: list[Worker], ranks: list[Worker]) -> dict[str, float]:
+    """Let engines and ranks import and load side by side; parameter counts summed over one model replica."""
+    timeout = config.cluster.startup_timeout_s
+    engine_task = console.startup("vLLM engines" if len(engines) > 1 else "vLLM engine")
+    rank_task = console.startup("Megatron ranks" if len(ranks) > 1 else "Megatron rank")
+    engine_task.update("importing vLLM, loading the model")
+    rank_task.update("importing Megatron")
+    left = {worker.name for worker in engines}
+
+    def on_done(worker: Worker) -> None:
+        left.discard(worker.name)
+        if worker in engines and not left:
+            engine_task.done()
+
+    engine_calls = [worker.call("build") for worker in engines]
+    steps: list[tuple[str, Callable[[], list[Any]]]] = [
+        ("importing Megatron", lambda: [w.call("import_stack") for w in ranks]),
+        ("meeting the other ranks", lambda: [ranks[0].call("open_rendezvous")]),
+    ]
+    try:
+        answers: list[Any] = []
+        for doing, start in steps:
+            rank_task.update(doing)
+            answers = wait(start(), timeout_s=timeout, doing=f"start-up: {doing}", on_done=on_done)
+        rank_task.update("building the model")
+        calls = [w.call("build", answers[0]) for w in ranks]
+        described = wait(calls, timeout_s=timeout, doing="start-up: building the model", on_done=on_done)
+        rank_task.done()
+        wait(engine_calls, timeout_s=timeout, doing="start-up: vLLM", on_done=on_done)
+    except BaseException as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        rank_task.fail(reason)
+        engine_task.fail(reason)
+        raise
+    replicas = len(ranks) // (
+        config.policy.megatron_cfg.tensor_model_parallel_size * config.policy.megatron_cfg.pipeline_model_parallel_size
+    )
+    return {key: sum(d[key] for d in described) / replicas for key in ("parameters", "trainable")}
+
+
+def _open_transfer(config: RunConfig, ranks: list[Worker], engines: list[Worker]) -> None:
+    """Map one buffer on both sides, then remove its name so that nothing is left behind whatever happens."""
+    timeout = config.cluster.startup_timeout_s
+    calls = [w.call("open_transfer", config.engine_precision) for w in ranks]
+    path, nbytes = wait(calls, timeout_s=timeout, doing="start-up: allocating the transfer buffer")[0]
+    try:
+        wait(
+            [w.call("open_transfer", path, nbytes) for w in engines],
+            timeout_s=timeout,
+            doing="start-up: mapping the transfer buffer",
+        )
+    finally:
+        wait([ranks[0].call("close_transfer_name")], timeout_s=timeout, doing="start-up: mapping the transfer buffer")

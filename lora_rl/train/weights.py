@@ -1,0 +1,111 @@
+"""Pushing weights from the policy to the engines, and checking that both then compute the same thing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_rl.policy.group import PolicyGroup
+from lora_rl.rollout.pool import EnginePool
+from lora_rl.rollout.types import TrainBatch
+from lora_rl.sync.errors import SyncError
+
+
+class WeightSync:
+    """Counts weight versions and moves them. Version 0 is what the engines loaded from disk."""
+
+    def __init__(self, policy: PolicyGroup, engines: EnginePool) -> None:
+        self._policy, self._engines = policy, engines
+        self.version = 0
+
+    def push(self, *, after_update: bool) -> dict[str, float]:
+        """Give the engines the policy's current weights as the next version.
+
+        Args:
+            after_update: an optimizer step lies between this push and the last, so the payload must differ.
+
+        Returns:
+            `sync/version`, `sync/bytes`, `sync/seconds`, `sync/tensors`.
+
+        Raises:
+            SyncError: an engine does not hold exactly what was sent, or nothing changed although it should have.
+        """
+        start = time.perf_counter()
+        manifest = self._policy.send(self.version + 1, must_differ=after_update)
+        self._engines.load(manifest)
+        self.version = manifest.version
+        return {
+            "sync/version": self.version,
+            "sync/bytes": manifest.nbytes,
+            "sync/tensors": len(manifest.entries),
+            "sync/seconds": time.perf_counter() - start,
+        }
+
+    def check_parity(self, probes: Sequence[tuple[int, ...]], tolerance: float) -> float:
+        """Compare trainer and engines on given token sequences.
+
+        Args:
+            probes: sequences of at least two tokens.
+            tolerance: largest mean |difference| of logprobs accepted, in nats.
+
+        Returns:
+            The largest mean difference over the engines.
+
+        Raises:
+            SyncError: an engine is further from the trainer than that.
+        """
+        trainer = self._policy.logprobs(_as_batch(probes), temperature=1.0)
+        worst = 0.0
+        for worker, scores in zip(self._engines.workers, self._engines.score(probes), strict=True):
+            ours = np.concatenate([trainer[row, 1 : len(p)] for row, p in enumerate(probes)])
+            difference = float(np.abs(ours - np.concatenate([np.asarray(s) for s in scores])).mean())
+            worst = max(worst, difference)
+            if not difference <= tolerance:
+                raise SyncError(
+                    f"{worker.name} and the trainer disagree about weight version {self.version}: mean |difference| of "
+                    f"logprobs {difference:.2e} nats on {len(probes)} probe prompts, accepted is {tolerance:.0e} "
+                    "(policy.generation.weight_sync.parity_tolerance). Both load policy.model_name; a difference means "
+                    "that one of them maps or computes the model wrongly, so training would be off-policy without "
+                    "saying so"
+                )
+        return worst
+
+
+def check_drift(metrics: dict[str, float], tolerance: float | None) -> None:
+    """The same promise at every step: the trainer's logprobs of the sampled tokens equal those of the engine.
+
+    Args:
+        metrics: of a synchronous step; `token_mult_prob_error` is mean exp|difference|.
+        tolerance: as for `WeightSync.check_parity`; None switches the check off.
+
+    Raises:
+        SyncError: they do not.
+    """
+    error = metrics.get("token_mult_prob_error")
+    if tolerance is not None and error is not None and not error <= math.exp(tolerance):
+        raise SyncError(
+            f"the engine sampled with other weights than the trainer holds: token_mult_prob_error {error:.6f}, "
+            f"accepted is {math.exp(tolerance):.6f} (policy.generation.weight_sync.parity_tolerance {tolerance:.0e})"
+        )
+
+
+def _as_batch(sequences: Sequence[tuple[int, ...]]) -> TrainBatch:
+    """Sequences as a batch whose 'completion' is everything after the first token."""
+    lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+    token_ids = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        token_ids[row, : len(sequence)] = sequence
+    ones = np.ones(len(sequences), dtype=np.int64)
+    return TrainBatch(
+        token_ids=token_ids,
+        lengths=lengths,
+        prompt_lengths=ones,
+        behaviour_logprobs=np.zeros(token_ids.shape, dtype=np.float32),
+        advantages=np.zeros(len(sequences), dtype=np.float32),
+        group_ids=np.arange(len(sequences)),
+        global_tokens=int((lengths - 1).sum()),
+        global_sequences=len(sequences),
+    )
