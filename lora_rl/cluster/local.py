@@ -29,9 +29,10 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
     import ray
 
     handler = logging.FileHandler(log_file)
-    ray_logger = logging.getLogger("ray")
-    # Importing Ray attached a handler that writes to standard error, in the middle of the progress display.
-    handlers, ray_logger.handlers = ray_logger.handlers, [handler]
+    # Ray writes its notices to standard error, in the middle of the progress display; they belong in a file.
+    notices = logging.getLogger("ray._private")
+    notices.addHandler(handler)
+    notices.propagate = False
     try:
         if address is not None:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -50,5 +51,6 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
         yield
     finally:
         ray.shutdown()
-        ray_logger.handlers = handlers
+        notices.propagate = True
+        notices.removeHandler(handler)
         handler.close()

@@ -153,6 +153,34 @@ class PolicyRank:
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        results = self.forward_backward(
+            shard, microbatches, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs
+        )
+        if not self._gradients_checked and np.any(shard.advantages != 0):
+            self._check_every_adapter_has_gradient()
+            self._gradients_checked = True
+        # The schedule counts from the step about to be taken, so that the first step already has a rate above 0.
+        self.scheduler.step(increment=1)
+        rate = self.learning_rate
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            raise RuntimeError("Megatron's optimizer refused the step: the gradient norm is not finite")
+        metrics = as_floats(merge([r["metrics"] for r in results])) if self.reports_metrics else {}
+        return StepResult(metrics, float(grad_norm or 0.0), rate, updated=True)
+
+    def forward_backward(
+        self,
+        shard: TrainBatch,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        old_logprobs: np.ndarray | None = None,
+        reference_logprobs: np.ndarray | None = None,
+    ) -> list[dict[str, Any]]:
+        """Accumulate the gradients of one step into Megatron's buffers; arguments as in `train_step`.
+
+        Returns:
+            Per microbatch {"metrics": sums}, on the last pipeline stage.
+        """
         normaliser = Normaliser(tokens=float(shard.global_tokens), sequences=float(shard.global_sequences))
         # Megatron divides by the number of microbatches and averages over data-parallel ranks; undo both.
         scale = len(microbatches) * self.dp_size
@@ -175,18 +203,7 @@ class PolicyRank:
             )
             return output.loss * scale, {"metrics": output.metrics}
 
-        results = self._run(shard, microbatches, loss, forward_only=False)
-        if not self._gradients_checked and np.any(shard.advantages != 0):
-            self._check_every_adapter_has_gradient()
-            self._gradients_checked = True
-        # The schedule counts from the step about to be taken, so that the first step already has a rate above 0.
-        self.scheduler.step(increment=1)
-        rate = self.learning_rate
-        updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            raise RuntimeError("Megatron's optimizer refused the step: the gradient norm is not finite")
-        metrics = as_floats(merge([r["metrics"] for r in results])) if self.reports_metrics else {}
-        return StepResult(metrics, float(grad_norm or 0.0), rate, updated=True)
+        return self._run(shard, microbatches, loss, forward_only=False)
 
     def logprobs(
         self,

@@ -67,6 +67,9 @@ class Engine:
             # Two processes share the cores: pinning threads to cores would put both on the same ones.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+            if settings.enforce_eager:
+                # Small helpers of the sampler are compiled whatever `enforce_eager` says: seconds of C++ compiler.
+                os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if Path(settings.model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch

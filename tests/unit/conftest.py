@@ -1,0 +1,47 @@
+"""Fixtures that several folders share because they are slow: models, surveys of the policy, one vLLM engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import tiny_config
+from tests.support.lab import Survey, survey
+from tests.support.models import make_model
+from tests.support.ranks import run_ranks
+
+BATCH_SEED = 3
+# More than enough to see a merge that accumulates; every layout exports twice at least.
+EXPORTS = {"tp1": 50}
+LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
+# Every part of the loss takes part: temperature, KL, clipping; the norm is too large to clip gradients.
+SURVEY_OVERRIDES = (
+    "policy.generation.temperature=0.6",
+    "loss_fn.reference_policy_kl_penalty=0.1",
+    "policy.max_grad_norm=1e9",
+    "grpo.normalize_rewards=false",
+)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint with tied embeddings and one without."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder / name, tied=name == "tied") for name in ("tied", "untied")}
+
+
+@pytest.fixture(scope="session")
+def surveys(models: dict[str, Path]) -> Callable[[str, str], Survey]:
+    """`surveys(layout, "tied" | "untied")`, each made once per test run."""
+
+    @functools.cache
+    def get(layout: str, kind: str = "tied") -> Survey:
+        tp, pp = LAYOUTS[layout]
+        config = tiny_config(models[kind], *SURVEY_OVERRIDES, tp=tp, pp=pp, lora_B_init_method="normal")
+        answers = run_ranks(survey, config, BATCH_SEED, EXPORTS.get(layout, 2), tp=tp, pp=pp)
+        return next(answer for answer in answers if answer is not None)
+
+    return get
