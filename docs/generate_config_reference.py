@@ -10,7 +10,7 @@ from lora_rl.config.errors import show
 from lora_rl.config.keys import REQUIRED, Key, all_keys, all_sections
 
 PAGE = Path(__file__).with_name("configuration.md")
-MARKER = "<!-- Everything below is written by docs/generate_config_reference.py; edit lora_rl/config/schema instead. -->\n"
+MARKER = "<!-- Below: written by docs/generate_config_reference.py. Edit lora_rl/config/schema instead. -->\n"
 
 _ONLY = {capability.key: capability.works for capability in CAPABILITIES}
 

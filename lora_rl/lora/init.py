@@ -29,12 +29,19 @@ def full_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, int]:
     return rows, columns
 
 
-def local_slice(full: torch.Tensor, parameter: torch.nn.Parameter, tp_rank: int) -> torch.Tensor:
-    """This rank's part of a full matrix, by the parameter's partition dimension."""
+def local_slice(full: torch.Tensor, parameter: torch.nn.Parameter, tp_rank: int, *, gated: bool) -> torch.Tensor:
+    """This rank's part of a full matrix, by the parameter's partition dimension.
+
+    Args:
+        gated: the rows are those of a gate followed by those of the up projection; each rank holds a part of both.
+    """
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
     dim = parameter.partition_dim
     size = parameter.shape[dim]
+    if gated and dim == 0:
+        half = size // 2
+        return torch.cat([part.narrow(0, tp_rank * half, half) for part in full.chunk(2)])
     return full.narrow(dim, tp_rank * size, size)
 
 
@@ -88,4 +95,5 @@ def initialise_adapters(
             for part, method in (("linear_in", a_method), ("linear_out", b_method)):
                 parameter = getattr(adapter, part).weight
                 full = draw(f"{name}.{part}", full_shape(parameter, tp_size), method, seed)
-                parameter.copy_(local_slice(full, parameter, tp_rank))
+                gated = part == "linear_out" and name.endswith("linear_fc1") and model.config.gated_linear_unit
+                parameter.copy_(local_slice(full, parameter, tp_rank, gated=gated))

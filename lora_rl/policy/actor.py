@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ class PolicyActor:
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, platform: str, threads: int, log: str) -> None:
         self._log = capture_to_file(log)
+        logging.warning("rank %d of %d, process %d", rank, world_size, os.getpid())
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._platform_name, self._threads = platform, threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ class EngineActor:
 
     def __init__(self, settings: EngineSettings, log: str) -> None:
         self._log = capture_to_file(log)
+        logging.warning("engine for %s, process %d", settings.model, os.getpid())
         self._settings = settings
         os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
 

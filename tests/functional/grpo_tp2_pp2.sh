@@ -31,7 +31,13 @@ from lora_rl.track import read_metrics
 
 # Accepted differences. The loss of an on-policy step barely depends on the model, its gradient does; the second
 # step's rollouts come from the weights that the first step made.
-TOLERANCES = {(1, "train/loss"): 1e-4, (1, "train/grad_norm"): 1e-4, (1, "train/reward"): 1e-9, (2, "train/loss"): 1e-3}
+TOLERANCES = {
+    (1, "train/reward"): 1e-9,
+    (1, "train/loss"): 1e-4,
+    (1, "train/grad_norm"): 1e-4,
+    (2, "train/loss"): 1e-3,
+    (2, "train/grad_norm"): 1e-2,
+}
 
 folder, failed = Path(sys.argv[1]), 0
 expected = {record["step"]: record for record in read_metrics(folder / "one_rank" / "metrics.jsonl")}

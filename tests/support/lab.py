@@ -101,11 +101,18 @@ def exported(rank: PolicyRank) -> dict[str, np.ndarray]:
 
 @dataclass
 class Survey:
-    """What one layout computes, by the first rank of the last pipeline stage; see `survey`."""
+    """What one layout computes, told by the first rank that sees logits; see `survey`.
+
+    Attributes:
+        initial: adapters as the configuration starts them, with `initial_logprobs`, `initial_reference`.
+        adapters, logprobs, reference, weights: after B was overwritten by large random values.
+        base_weights: exported with B = 0.
+        gradients: of the step described in `survey`.
+    """
 
     initial: dict[str, tuple[np.ndarray, np.ndarray]]
-    logprobs_at_zero_b: np.ndarray
-    reference_at_zero_b: np.ndarray
+    initial_logprobs: np.ndarray
+    initial_reference: np.ndarray
     adapters: dict[str, tuple[np.ndarray, np.ndarray]]
     logprobs: np.ndarray
     logprobs_tempered: np.ndarray
@@ -131,7 +138,7 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
     rank = new_rank(config)
     batch = make_batch(batch_seed)
     shards, cuts = one_microbatch(batch, 1)
-    at_zero = [rank.logprobs(batch, cuts[0], reference=reference) for reference in (False, True)]
+    at_first = [rank.logprobs(batch, cuts[0], reference=reference) for reference in (False, True)]
     initial = adapters(rank)
     randomise_b(rank, LARGE_B)
     before = fingerprint(rank)
@@ -154,8 +161,8 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
         return None
     return Survey(
         initial=initial,
-        logprobs_at_zero_b=at_zero[0],
-        reference_at_zero_b=at_zero[1],
+        initial_logprobs=at_first[0],
+        initial_reference=at_first[1],
         adapters=at_start,
         logprobs=logprobs[0],
         logprobs_tempered=logprobs[1],

@@ -38,10 +38,13 @@ def surveys(models: dict[str, Path]) -> Callable[[str, str], Survey]:
     """`surveys(layout, "tied" | "untied")`, each made once per test run."""
 
     @functools.cache
-    def get(layout: str, kind: str = "tied") -> Survey:
+    def made(layout: str, kind: str) -> Survey:
         tp, pp = LAYOUTS[layout]
         config = tiny_config(models[kind], *SURVEY_OVERRIDES, tp=tp, pp=pp, lora_B_init_method="normal")
         answers = run_ranks(survey, config, BATCH_SEED, EXPORTS.get(layout, 2), tp=tp, pp=pp)
         return next(answer for answer in answers if answer is not None)
+
+    def get(layout: str, kind: str = "tied") -> Survey:
+        return made(layout, kind)
 
     return get

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# A killed engine or rank ends the job, non-zero, within 60 seconds, with a message that names it. Ctrl-C ends it cleanly.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+note() { if [ "$1" = ok ]; then echo "ok    $2"; else echo "FAIL  $2"; failures=$((failures + 1)); fi; }
+
+# run NAME VICTIM SIGNAL: start a job, send SIGNAL to VICTIM (a log file's process, or the driver) after the third step.
+run() {
+  local name=$1 victim=$2 signal=$3 dir=$work/$1
+  uv run python examples/run_grpo.py --config examples/configs/grpo_tiny_cpu.yaml grpo.max_num_steps=100000 \
+    grpo.num_prompts_per_step=8 policy.train_global_batch_size=null grpo.val_period=0 grpo.val_at_start=false \
+    logger.console=plain "logger.log_dir=$dir" "${@:4}" >"$work/$name.out" 2>&1 &
+  local driver=$! pid
+  for _ in $(seq 240); do
+    [ -f "$dir/metrics.jsonl" ] && [ "$(wc -l <"$dir/metrics.jsonl")" -ge 4 ] && break
+    kill -0 "$driver" 2>/dev/null || break
+    sleep 1
+  done
+  if [ "$victim" = driver ]; then
+    # `uv run` passes the signal on, as a terminal would give it to both.
+    pid=$(pgrep -P "$driver" -f run_grpo | head -n 1 || true)
+    pid=${pid:-$driver}
+  else
+    pid=$(grep -oE 'process [0-9]+' "$dir/logs/$victim.log" | head -n 1 | cut -d' ' -f2)
+  fi
+  kill "-$signal" "$pid"
+  local start=$SECONDS
+  while kill -0 "$driver" 2>/dev/null && [ $((SECONDS - start)) -lt 90 ]; do sleep 0.2; done
+  took=$((SECONDS - start))
+  code=0
+  wait "$driver" || code=$?
+}
+
+run engine engine_0 KILL
+[ "$code" -eq 1 ] && note ok "killed engine: exit code 1" || note fail "killed engine: exit code $code, want 1"
+[ "$took" -le 60 ] && note ok "killed engine: ended after $took s" || note fail "killed engine: took $took s"
+grep -q 'engine 0 died' "$work/engine.out" && note ok "killed engine: named" || note fail "killed engine: not named"
+
+run rank rank_1 KILL policy.megatron_cfg.tensor_model_parallel_size=2
+[ "$code" -eq 1 ] && note ok "killed rank: exit code 1" || note fail "killed rank: exit code $code, want 1"
+[ "$took" -le 60 ] && note ok "killed rank: ended after $took s" || note fail "killed rank: took $took s"
+grep -q 'rank 1 (tp 1, pp 0, dp 0) died' "$work/rank.out" && note ok "killed rank: named" || note fail "killed rank: not named"
+
+run interrupt driver INT
+[ "$code" -eq 130 ] && note ok "Ctrl-C: exit code 130" || note fail "Ctrl-C: exit code $code, want 130"
+[ "$took" -le 30 ] && note ok "Ctrl-C: ended after $took s" || note fail "Ctrl-C: took $took s"
+grep -q "results are in $work/interrupt" "$work/interrupt.out" && note ok "Ctrl-C: says where things are" ||
+  note fail "Ctrl-C: does not say where things are"
+[ -s "$work/interrupt/learning_curve.png" ] && note ok "Ctrl-C: curve drawn" || note fail "Ctrl-C: no curve"
+
+if [ "$failures" -gt 0 ]; then tail -n 20 "$work"/*.out; fi
+echo "$failures failed"
+exit $((failures > 0))

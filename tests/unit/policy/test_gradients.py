@@ -1,0 +1,100 @@
+"""Gradients of the adapters against an independent computation, and against themselves cut up in other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lora_rl.config import RunConfig
+from tests.support.batches import make_batch, one_microbatch, token_budget
+from tests.support.configs import tiny_config
+from tests.support.hf import completion_mask, fused, hf_logprobs, load_hf
+from tests.support.lab import Survey, adapters, new_rank, old_logprobs_like, scale
+from tests.support.ranks import run_ranks
+from tests.unit.conftest import BATCH_SEED, LAYOUTS
+
+pytestmark = pytest.mark.multiprocess
+TEMPERATURE, PENALTY, CLIP = 0.6, 0.1, 0.2
+
+
+@pytest.fixture(scope="module")
+def plain(surveys: Callable[..., Survey], models: dict[str, Path]) -> dict[str, Any]:
+    """The same loss in plain PyTorch on Hugging Face's model with merged weights.
+
+    The gradient of a merged matrix W = W0 + s B A gives those of its factors by the chain rule:
+    dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW.
+    """
+    batch, survey = make_batch(BATCH_SEED), surveys("tp1")
+    with torch.no_grad():
+        reference = hf_logprobs(load_hf(models["tied"]), batch, TEMPERATURE).double()
+    model = load_hf(models["tied"], survey.weights)
+    logprobs = hf_logprobs(model, batch, TEMPERATURE).double()
+    old = torch.from_numpy(old_logprobs_like(survey.logprobs_tempered)).double()
+    mask = torch.from_numpy(completion_mask(batch))
+    advantage = torch.from_numpy(batch.advantages).double()[:, None]
+    ratio = (logprobs - old).exp()
+    policy = -torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
+    away = reference - logprobs
+    kl = away.exp() - 1 - away
+    loss = ((policy + PENALTY * kl) * mask).sum() / mask.sum()
+    loss.backward()
+
+    factor = scale(tiny_config(models["tied"]))
+    dense = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {}
+    for name, (a, b) in survey.adapters.items():
+        layer, linear = int(name.split(".")[2]), name.rsplit(".", 1)[-1]
+        d_w = fused(dense, layer, linear, model.config).double()
+        a, b = torch.from_numpy(a).double(), torch.from_numpy(b).double()
+        gradients[name] = ((factor * b.T @ d_w).numpy(), (factor * d_w @ a.T).numpy())
+    clipped = ((ratio < 1 - CLIP) | (ratio > 1 + CLIP)) & mask
+    return {"loss": loss.item(), "tokens": int(mask.sum()), "gradients": gradients, "clipped": int(clipped.sum())}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_equal_plain_pytorch(surveys: Callable[..., Survey], plain: dict[str, Any], layout: str) -> None:
+    survey = surveys(layout)
+    assert plain["clipped"] > 3
+    assert survey.metrics["loss"] / plain["tokens"] == pytest.approx(plain["loss"], rel=1e-5)
+    squares = 0.0
+    assert survey.gradients.keys() == plain["gradients"].keys()
+    for name, pair in plain["gradients"].items():
+        for want, got in zip(pair, survey.gradients[name], strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), rtol=0, err_msg=name)
+            squares += float(np.square(want).sum())
+    assert survey.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def gradients_of_cuts(config: RunConfig, budgets: list[int | None]) -> list[dict[str, Any]]:
+    """For each way to cut the same batch: its gradients, and the adapters after two steps of it."""
+    results = []
+    for budget in budgets:
+        rank = new_rank(config, b_std=0.05)
+        batch = make_batch(seed=9, sequences=11)
+        shards, cuts = (one_microbatch if budget is None else token_budget)(batch, rank.dp_size, budget)
+        shard, cut = shards[rank.dp_rank], cuts[rank.dp_rank]
+        rank.train_step(shard, cut)
+        gradients = adapters(rank, gradients=True)
+        rank.train_step(shard, cut)
+        results.append({"gradients": gradients, "after": adapters(rank), "microbatches": len(cut)})
+    return results
+
+
+def test_gradients_do_not_depend_on_how_the_batch_is_cut(models: dict[str, Path]) -> None:
+    overrides = ["loss_fn.token_level_loss=false", "policy.max_grad_norm=1e9"]
+    config = tiny_config(models["tied"], *overrides)
+    one, *others = run_ranks(gradients_of_cuts, config, [None, 60, 13])[0]
+    parallel = run_ranks(gradients_of_cuts, tiny_config(models["tied"], *overrides, dp=2), [26], dp=2)
+    others += [answer for rank in parallel for answer in rank]
+    assert [o["microbatches"] for o in others] == [3, 10, 3, 3]
+    for other in others:
+        for what, tolerance in (("gradients", 3e-6), ("after", 1e-6)):
+            for name, pair in one[what].items():
+                for want, got in zip(pair, other[what][name], strict=True):
+                    bound = tolerance * np.abs(want).max()
+                    np.testing.assert_allclose(got, want, atol=bound, rtol=0, err_msg=f"{what} {name}")
