@@ -48,5 +48,6 @@ CAPABILITIES = (
     Capability("data.task", ("addition",), "any source of prompts but the built-in tasks"),
     Capability("logger.wandb_enabled", (False,), "logging to Weights & Biases"),
     Capability("logger.mlflow_enabled", (False,), "logging to MLflow"),
+    Capability("logger.monitor_gpus", (False,), "logging GPU utilisation"),
     Capability("checkpointing.enabled", (False,), "saving checkpoints"),
 )

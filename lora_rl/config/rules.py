@@ -156,6 +156,17 @@ def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
             yield Violation(key, problem, value)
 
 
+def reference_is_the_start(config: RunConfig) -> Iterator[Violation]:
+    """The reference policy is the model with its adapters switched off: where a run with B = 0 starts."""
+    method = config.policy.megatron_cfg.peft.lora_B_init_method
+    if config.loss_fn.reference_policy_kl_penalty > 0 and method != "zero":
+        problem = (
+            "with a KL penalty the reference is the model without adapters, which is not where this run would start; "
+            "use zero, or loss_fn.reference_policy_kl_penalty: 0"
+        )
+        yield Violation("policy.megatron_cfg.peft.lora_B_init_method", problem, method)
+
+
 def adapter_rank_divides(config: RunConfig) -> Iterator[Violation]:
     """Tensor parallelism shards the rank dimension of column-parallel adapters."""
     dim, tp = config.policy.megatron_cfg.peft.dim, config.policy.megatron_cfg.tensor_model_parallel_size
@@ -197,6 +208,7 @@ RULES: tuple[Rule, ...] = (
     engine_iteration_holds_sequences,
     colocated_engines_have_no_own_gpus,
     learning_rate_schedule,
+    reference_is_the_start,
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,
     chat_template_exists,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -37,13 +38,14 @@ def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, 
     """The training loop over a started job."""
     from lora_rl.rollout.source import SyncRolloutSource
     from lora_rl.rollout.types import build_train_batch
-    from lora_rl.train.weights import check_drift
+    from lora_rl.train.weights import check_drift, parity_tolerance
 
     source = SyncRolloutSource(job.generator, job.prompts, config)
+    console.state.total_steps = last_step = number_of_steps(config, len(job.prompts))
     before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
     console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
 
-    for step in range(1, config.grpo.max_num_steps + 1):
+    for step in range(1, last_step + 1):
         with timer("generation"):
             rollouts = source.next_step(step)
         with timer("training"):
@@ -53,11 +55,11 @@ def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, 
             if kept:
                 batch = build_train_batch(kept, values)
                 trained = job.policy.train(batch, minibatches(batch, config))
-        check_drift(trained, parity_tolerance(config))
+            check_drift(trained, parity_tolerance(config))
         with timer("sync"):
             synced = job.weights.push(after_update=True) if kept else {}
         validated, held_out_samples = {}, []
-        if is_validation_step(step, config):
+        if is_validation_step(step, last_step, config):
             validated, held_out_samples = validate(job, config, timer)
         if not kept:
             console.warn("every group's rewards were equal: nothing to learn from, the optimizer step was skipped")
@@ -114,10 +116,18 @@ def minibatches(batch: TrainBatch, config: RunConfig) -> list[list[int]]:
     return [list(range(a, b)) for a, b in pairwise(bounds)]
 
 
-def is_validation_step(step: int, config: RunConfig) -> bool:
+def number_of_steps(config: RunConfig, prompts: int) -> int:
+    """`grpo.max_num_steps`, or fewer when `grpo.max_num_epochs` passes over the prompts end earlier."""
+    grpo = config.grpo
+    if grpo.max_num_epochs is None:
+        return grpo.max_num_steps
+    return min(grpo.max_num_steps, math.ceil(grpo.max_num_epochs * prompts / grpo.num_prompts_per_step))
+
+
+def is_validation_step(step: int, last_step: int, config: RunConfig) -> bool:
     """Every `val_period` steps, and after the last."""
     period = config.grpo.val_period
-    return period > 0 and (step % period == 0 or step == config.grpo.max_num_steps)
+    return period > 0 and (step % period == 0 or step == last_step)
 
 
 def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, float], list[Sample]]:
@@ -179,9 +189,3 @@ def to_sample(rollout: Rollout) -> Sample:
         reward=rollout.reward,
         stop_reason=f"{rollout.completion.stop_reason.value}, {rollout.reason}",
     )
-
-
-def parity_tolerance(config: RunConfig) -> float | None:
-    """Drift is checked where exact agreement can be expected: float32 on both sides."""
-    exact = config.policy.precision == config.engine_precision == "float32"
-    return config.policy.generation.weight_sync.parity_tolerance if exact else None

@@ -76,6 +76,11 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
         WorkerError: a process could not be started.
         SyncError: trainer and engine do not compute the same.
     """
+    if config.cluster.num_nodes > 1:
+        raise ValueError(
+            f"cluster.num_nodes={config.cluster.num_nodes}: weights travel through one machine's shared memory in this "
+            "version, so every rank and engine must be on it; set it to 1"
+        )
     tokenizer, prompts, held_out = load_data(config)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -98,7 +103,7 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
         description = _build(config, console, engine_workers, rank_workers)
 
         from lora_rl.rollout.source import Generator
-        from lora_rl.train.weights import WeightSync
+        from lora_rl.train.weights import WeightSync, parity_tolerance
 
         policy = PolicyGroup(config, layout, rank_workers)
         engines = EnginePool(engine_workers, timeout_s=config.cluster.step_timeout_s)
@@ -108,7 +113,7 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
             _open_transfer(config, rank_workers, engine_workers)
             task.update("first push")
             facts = weights.push(after_update=False)
-            tolerance = config.policy.generation.weight_sync.parity_tolerance
+            tolerance = parity_tolerance(config)
             if tolerance is not None:
                 task.update("comparing logprobs of trainer and engine")
                 probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from lora_rl.policy.group import PolicyGroup
 from lora_rl.rollout.pool import EnginePool
 from lora_rl.rollout.types import TrainBatch
 from lora_rl.sync.errors import SyncError
+
+if TYPE_CHECKING:
+    from lora_rl.config import RunConfig
 
 
 class WeightSync:
@@ -90,6 +94,18 @@ def check_drift(metrics: dict[str, float], tolerance: float | None) -> None:
             f"the engine sampled with other weights than the trainer holds: token_mult_prob_error {error:.6f}, "
             f"accepted is {math.exp(tolerance):.6f} (policy.generation.weight_sync.parity_tolerance {tolerance:.0e})"
         )
+
+
+def parity_tolerance(config: RunConfig) -> float | None:
+    """The configured tolerance where exact agreement can be expected, None where it cannot.
+
+    That is float32 on both sides, and sampling from the whole distribution: behind top_p or top_k the engine
+    renormalises over the tokens it kept.
+    """
+    generation = config.policy.generation
+    exact = config.policy.precision == config.engine_precision == "float32"
+    whole = generation.top_p == 1 and (generation.top_k or -1) < 1
+    return generation.weight_sync.parity_tolerance if exact and whole else None
 
 
 def _as_batch(sequences: Sequence[tuple[int, ...]]) -> TrainBatch:

@@ -10,7 +10,8 @@ note() { if [ "$1" = ok ]; then echo "ok    $2"; else echo "FAIL  $2"; failures=
 # run NAME VICTIM SIGNAL: start a job, send SIGNAL to VICTIM (a log file's process, or the driver) after the third step.
 run() {
   local name=$1 victim=$2 signal=$3 dir=$work/$1
-  uv run python examples/run_grpo.py --config examples/configs/grpo_tiny_cpu.yaml grpo.max_num_steps=100000 \
+  # A background job starts with SIGINT ignored, which Python would respect.
+  env --default-signal=INT uv run python examples/run_grpo.py --config examples/configs/grpo_tiny_cpu.yaml grpo.max_num_steps=100000 \
     grpo.num_prompts_per_step=8 policy.train_global_batch_size=null grpo.val_period=0 grpo.val_at_start=false \
     logger.console=plain "logger.log_dir=$dir" "${@:4}" >"$work/$name.out" 2>&1 &
   local driver=$! pid

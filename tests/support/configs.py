@@ -33,3 +33,10 @@ def tiny_config(model: Path, *overrides: str, tp: int = 1, pp: int = 1, dp: int 
         path = Path(folder) / "tiny.yaml"
         path.write_text(yaml.safe_dump(document))
         return load_config(path, overrides)
+
+
+def with_peft(config: RunConfig, **changes: Any) -> RunConfig:
+    """Other adapter settings, past the checks of the loader."""
+    peft = config.policy.megatron_cfg.peft.model_copy(update=changes)
+    megatron = config.policy.megatron_cfg.model_copy(update={"peft": peft})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})

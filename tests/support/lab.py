@@ -118,6 +118,7 @@ class Survey:
     logprobs_tempered: np.ndarray
     reference: np.ndarray
     weights: dict[str, np.ndarray]
+    digest: str | None
     base_weights: dict[str, np.ndarray]
     unchanged_by_exports: bool
     gradients: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -145,6 +146,7 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
     weights = exported(rank)
     for _ in range(exports - 1):
         exported(rank)
+    digest = sent_digest(rank)
     unchanged = fingerprint(rank) == before
     logprobs = [rank.logprobs(batch, cuts[0], temperature=t) for t in (1.0, None)]
     reference = rank.logprobs(batch, cuts[0], reference=True)
@@ -168,12 +170,31 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
         logprobs_tempered=logprobs[1],
         reference=reference,
         weights=weights,
+        digest=digest,
         base_weights=base,
         unchanged_by_exports=unchanged,
         gradients=gradients,
         grad_norm=result.grad_norm,
         metrics={name: float(m.value) for name, m in result.metrics.items()},
     )
+
+
+def sent_digest(rank: PolicyRank) -> str | None:
+    """Digest of the manifest that the real sender makes of this model; None on ranks that do not send. Collective."""
+    from functools import partial
+
+    import torch
+    import torch.distributed as dist
+
+    from lora_rl.policy.export import merged_weights
+    from lora_rl.sync.sender import MergedSender
+
+    weights = partial(merged_weights, rank.model)
+    sender = MergedSender(weights, is_sender=dist.get_rank() == 0, dtype=torch.float32)
+    sender.open()
+    manifest = sender.send(1, must_differ=False)
+    sender.close_name()
+    return None if manifest is None else manifest.digest
 
 
 def old_logprobs_like(logprobs: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -32,4 +33,20 @@ def make_model(folder: Path, *, tied: bool = True, layers: int = 4, seed: int = 
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer: ids 0-2 are padding, start and end, then one id per byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<start>", "<end>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(special + alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.configs import tiny_config
+from lora_rl.config import derive_layout
+from lora_rl.rollout.pool import engine_settings
+from tests.support.configs import tiny_config, with_peft
+from tests.support.engine_process import EngineProcess
 from tests.support.lab import Survey, survey
 from tests.support.models import make_model
 from tests.support.ranks import run_ranks
@@ -40,7 +43,9 @@ def surveys(models: dict[str, Path]) -> Callable[[str, str], Survey]:
     @functools.cache
     def made(layout: str, kind: str) -> Survey:
         tp, pp = LAYOUTS[layout]
-        config = tiny_config(models[kind], *SURVEY_OVERRIDES, tp=tp, pp=pp, lora_B_init_method="normal")
+        config = tiny_config(models[kind], *SURVEY_OVERRIDES, tp=tp, pp=pp)
+        # The loader refuses this together with a KL penalty; here B must start somewhere to compare layouts.
+        config = with_peft(config, lora_B_init_method="normal")
         answers = run_ranks(survey, config, BATCH_SEED, EXPORTS.get(layout, 2), tp=tp, pp=pp)
         return next(answer for answer in answers if answer is not None)
 
@@ -48,3 +53,12 @@ def surveys(models: dict[str, Path]) -> Callable[[str, str], Survey]:
         return made(layout, kind)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def engine(models: dict[str, Path]) -> Iterator[EngineProcess]:
+    """One vLLM engine on the tied model. Whoever pushes weights must not rely on what was pushed before."""
+    config = tiny_config(models["tied"])
+    process = EngineProcess(engine_settings(config, derive_layout(config)))
+    yield process
+    process.close()

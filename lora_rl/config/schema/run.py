@@ -64,8 +64,8 @@ class LoggerConfig(Section):
     sample_table_period: NonNegativeInt = Field(
         10, description="Steps between tables of training completions; 0: never."
     )
-    console: Literal["auto", "live", "plain", "quiet"] = Field(
-        "auto", description="Console output; auto: live on a terminal, plain lines elsewhere."
+    console: Literal["auto", "plain", "quiet"] = Field(
+        "auto", description="Console output; auto: a live display on a terminal, plain lines elsewhere."
     )
 
 

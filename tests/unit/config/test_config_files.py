@@ -211,8 +211,9 @@ def test_every_shipped_configuration_loads(model_dir):
 
 def test_the_default_job(model_dir):
     config = load_config(REPOSITORY / "examples/configs/grpo_tiny_cpu.yaml", [f"policy.model_name={model_dir}"])
-    assert config.sequences_per_step == 256
-    assert config.policy.megatron_cfg.optimizer.lr == 2e-3
+    assert config.sequences_per_step == 512
+    assert config.num_optimizer_steps == 4 * config.grpo.max_num_steps
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-3
     assert config.policy.megatron_cfg.scheduler.lr_warmup_iters == 20
     assert config.policy.max_total_sequence_length == 32
     assert config.policy.precision == "float32"

@@ -71,6 +71,12 @@ CASES = [
         "must be less than loss_fn.truncated_importance_sampling_ratio = 2.0",
         1.5,
     ),
+    (
+        [f"{LOSS}.reference_policy_kl_penalty=0.1", "policy.megatron_cfg.peft.lora_B_init_method=normal"],
+        "policy.megatron_cfg.peft.lora_B_init_method",
+        "the reference is the model without adapters",
+        "zero",
+    ),
     ([f"{LOSS}.ratio_clip_c=1"], f"{LOSS}.ratio_clip_c", "must be > 1 (3.0 is usual), or null", 3),
     (["policy.generation.max_new_tokens=32"], "policy.generation.max_new_tokens", "must be less than", 31),
     ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "must be more than policy.generation.max_new_tokens", 32),

@@ -10,7 +10,7 @@ import pytest
 
 from lora_rl.config import RunConfig
 from tests.support.batches import make_batch, one_microbatch
-from tests.support.configs import tiny_config
+from tests.support.configs import tiny_config, with_peft
 from tests.support.lab import LARGE_B, adapters, new_rank
 from tests.support.ranks import run_ranks
 
@@ -47,13 +47,6 @@ def facts(config: RunConfig) -> dict[str, Any] | str:
     }
 
 
-def retargeted(config: RunConfig, *targets: str) -> RunConfig:
-    """Other target modules, past the checks of the loader: the model itself must refuse them too."""
-    peft = config.policy.megatron_cfg.peft.model_copy(update={"target_modules": list(targets)})
-    megatron = config.policy.megatron_cfg.model_copy(update={"peft": peft})
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
-
-
 def all_facts(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any] | str]:
     return {name: facts(config) for name, config in configs.items()}
 
@@ -70,8 +63,8 @@ def on_one(models: dict[str, Path]) -> dict[str, Any]:
         "bfloat16": tiny_config(tied, BFLOAT16),
         "bfloat16 checkpointed": tiny_config(tied, BFLOAT16, CHECKPOINTED),
         "excluded": tiny_config(tied, target_modules=[], exclude_modules=["linear_fc2", "*.layers.3.*.linear_qkv"]),
-        "typo": retargeted(tiny_config(tied), "linear_qkv", "linear_fcl"),
-        "tied head": retargeted(tiny_config(tied), "linear_qkv", "output_layer"),
+        "typo": with_peft(tiny_config(tied), target_modules=["linear_qkv", "linear_fcl"]),
+        "tied head": with_peft(tiny_config(tied), target_modules=["linear_qkv", "output_layer"]),
         "untied": tiny_config(untied, target_modules=["linear_proj"]),
     }
     return run_ranks(all_facts, configs)[0]
@@ -130,7 +123,7 @@ def test_wildcards_count_layers_over_the_whole_pipeline(models: dict[str, Path])
         "last": tiny_config(
             models["tied"], pp=2, target_modules=["*.layers.3.*.linear_qkv", "*.layers.0.*.linear_fc1"]
         ),
-        "typo": retargeted(tiny_config(models["tied"], pp=2), "*.layers.4.*.linear_qkv"),
+        "typo": with_peft(tiny_config(models["tied"], pp=2), target_modules=["*.layers.4.*.linear_qkv"]),
     }
     for answer in run_ranks(all_facts, configs, pp=2):
         qkv = {key: [n for n in answer[key]["adapters"] if "linear_qkv" in n] for key in ("first", "last")}

@@ -93,7 +93,8 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(models: dict[str, Path]
     others += [answer for rank in parallel for answer in rank]
     assert [o["microbatches"] for o in others] == [3, 10, 3, 3]
     for other in others:
-        for what, tolerance in (("gradients", 3e-6), ("after", 1e-6)):
+        # Adam divides by the gradient's own size, so the noise of its smallest entries shows in the adapters.
+        for what, tolerance in (("gradients", 3e-6), ("after", 3e-5)):
             for name, pair in one[what].items():
                 for want, got in zip(pair, other[what][name], strict=True):
                     bound = tolerance * np.abs(want).max()
