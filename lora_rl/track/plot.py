@@ -50,8 +50,8 @@ def learning_curve(records: Sequence[Mapping], path: Path | str, title: str = ""
         length.set_title("Response length")
         _noisy(kl_error, records, names.GEN_KL_ERROR, "nats per token", COLOURS[3])
         kl_error.set_title("gen_kl_error: trainer against engine (0 is exact)")
-        _noisy(prob_error, records, names.TOKEN_MULT_PROB_ERROR, "mean factor", COLOURS[3])
-        prob_error.set_title("token_mult_prob_error (1 is exact)")
+        _noisy(prob_error, records, names.TOKEN_MULT_PROB_ERROR, "mean factor - 1", COLOURS[3], minus=1.0)
+        prob_error.set_title("token_mult_prob_error - 1 (0 is exact)")
         _time_bars(times, records)
 
 
@@ -150,9 +150,10 @@ def _curve(records: Sequence[Mapping], metric: str) -> dict[int, float]:
     return dict(zip(steps, values, strict=True))
 
 
-def _noisy(panel: "Axes", records: Sequence[Mapping], metric: str, unit: str, colour: str) -> None:
-    """The values pale, their moving mean bold."""
+def _noisy(panel: "Axes", records: Sequence[Mapping], metric: str, unit: str, colour: str, minus: float = 0.0) -> None:
+    """The values pale, their moving mean bold; `minus` is taken off, so that an axis around 1 stays readable."""
     steps, values = series(records, metric)
+    values = [value - minus for value in values]
     panel.plot(steps, values, color=colour, linewidth=1, alpha=0.4)
     mean = moving_mean(values, SMOOTHING_STEPS)
     panel.plot(steps, mean, color=colour, linewidth=2)

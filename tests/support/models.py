@@ -20,8 +20,8 @@ def make_model(folder: Path, *, tied: bool = True, layers: int = 4, seed: int = 
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
+        head_dim=32,  # the smallest that vLLM attends with on CPUs
+        max_position_embeddings=512,
         tie_word_embeddings=tied,
         rope_theta=10000.0,
         bos_token_id=1,

@@ -22,6 +22,8 @@ class Pusher:
         self.engine = engine
         self._weights = dict(weights)
         self.sender = MergedSender(self._tensors, is_sender=True, dtype=torch.float32)
+        # Room for an extra tensor.
+        self._weights["spare"] = np.zeros(1024, np.float32)
         opened = self.sender.open()
         assert opened is not None
         self.path = Path(opened[0])

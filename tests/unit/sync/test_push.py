@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lora_rl.rollout.types import GenerationRequest, SamplingSettings
 from lora_rl.sync.errors import SyncError
+from lora_rl.sync.manifest import SyncReport
 from tests.support.batches import make_batch
 from tests.support.engine_process import EngineProcess
 from tests.support.hf import hf_logprobs, load_hf
@@ -18,6 +20,8 @@ from tests.unit.conftest import BATCH_SEED, LAYOUTS
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-4
+REQUEST = GenerationRequest(tuple(np.random.default_rng(1).integers(3, 259, 200).tolist()), seed=4)
+SAMPLING = SamplingSettings(max_tokens=6, ignore_eos=True)
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
 
@@ -37,13 +41,12 @@ def error_after(pusher: Pusher, weights: dict[str, np.ndarray], logprobs: np.nda
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_engine_equals_trainer_after_a_push(pusher: Pusher, surveys: Callable[..., Survey], layout: str) -> None:
     survey, batch = surveys(layout), make_batch(BATCH_SEED)
-    before = score_error(pusher.engine.call("score", sequences(batch)), batch, survey.logprobs)
-    pusher.push(1, survey.weights)
-    after = score_error(pusher.engine.call("score", sequences(batch)), batch, survey.logprobs)
-    assert after <= TOLERANCE
-    pusher.push(2, survey.base_weights)
-    assert score_error(pusher.engine.call("score", sequences(batch)), batch, survey.logprobs) > 1.0
-    assert before > 1.0, "the engine must have held other weights before the push"
+    errors = []
+    for version, weights in enumerate([survey.base_weights, survey.weights, survey.base_weights], start=1):
+        pusher.push(version, weights)
+        errors.append(score_error(pusher.engine.call("score", sequences(batch)), batch, survey.logprobs))
+    assert errors[1] <= TOLERANCE
+    assert min(errors[0], errors[2]) > 1.0, "base and merged weights must be far apart, and both must arrive"
 
 
 def test_a_forgotten_merge_or_the_previous_version_fails_the_comparison(
@@ -108,17 +111,31 @@ def test_a_repeated_tensor_is_refused(pusher: Pusher, surveys: Callable[..., Sur
         pusher.engine.trial(("load_push", push))
 
 
-def test_an_engine_that_lost_the_version_is_noticed(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
-    survey = surveys("tp1")
-    pusher.push(5, survey.base_weights)
-    pusher.push(6, survey.weights)
-    batch = make_batch(BATCH_SEED)
-    assert score_error(pusher.engine.call("score", sequences(batch)), batch, survey.logprobs) <= TOLERANCE
+def test_reports_echo_version_bytes_and_contents(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
+    weights = surveys("tp1").weights
+    manifest = pusher.write(41, weights)
+    [reports], [again] = (pusher.engine.trial(("load_push", manifest.to_dict())) for _ in range(2))
+    assert reports == again == [SyncReport(41, manifest.digest, len(weights), sum(w.nbytes for w in weights.values()))]
+    [completion] = pusher.engine.trial(("load_push", manifest.to_dict()), ("generate", [REQUEST], SAMPLING))[1]
+    assert completion.weight_version == 41
 
 
-def test_rank_and_sender_agree_on_the_digest(
-    pusher: Pusher, surveys: Callable[..., Survey], models: dict[str, Path]
-) -> None:
+def test_cached_prefixes_do_not_survive_a_push(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
+    """The prompt fills a cache block; a stale one would mix keys and values of the old weights into the new ones."""
+    survey, engine = surveys("tp1"), pusher.engine
+    pusher.push(1, survey.base_weights)
+    old = engine.call("generate", [REQUEST, REQUEST], SAMPLING)
+    pusher.push(2, survey.weights)
+    new = engine.call("generate", [REQUEST, REQUEST], SAMPLING)
+    assert [c.weight_version for c in old + new] == [1, 1, 2, 2]
+    for completion in new:
+        [scores] = engine.call("score", [REQUEST.prompt_ids + completion.token_ids])
+        np.testing.assert_allclose(completion.logprobs, scores[len(REQUEST.prompt_ids) - 1 :], atol=TOLERANCE)
+    [stale] = engine.call("score", [REQUEST.prompt_ids + old[0].token_ids])
+    assert np.abs(np.array(old[0].logprobs) - stale[len(REQUEST.prompt_ids) - 1 :]).max() > 100 * TOLERANCE
+
+
+def test_rank_and_sender_agree_on_the_digest(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
     """The same weights, sent by a rank straight from the model, give the same proof."""
     survey = surveys("tp1")
     assert survey.digest == pusher.write(9, survey.weights).digest
