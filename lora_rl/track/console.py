@@ -54,7 +54,7 @@ class Console:
         timer: asked for the phase that is running now.
         paths: what the summary points to, by label; a path that does not exist by then is left out.
         stream: standard output unless given.
-        sample_every: steps between two tables of samples; a validation shows one too.
+        sample_every: steps between two tables of samples.
         sample_count: samples per table.
 
     Raises:
@@ -195,7 +195,7 @@ class Console:
 
     def _samples_due(self, record: Mapping) -> bool:
         last = self._last_sample_step
-        due = last is None or names.ACCURACY in record or record["step"] >= last + self._sample_every
+        due = last is None or record["step"] >= last + self._sample_every
         if due:
             self._last_sample_step = record["step"]
         return due

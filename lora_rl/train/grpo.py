@@ -187,5 +187,5 @@ def to_sample(rollout: Rollout) -> Sample:
         completion=rollout.text,
         expected=rollout.prompt.answer,
         reward=rollout.reward,
-        stop_reason=f"{rollout.completion.stop_reason.value}, {rollout.reason}",
+        stop_reason=rollout.completion.stop_reason.value,
     )
