@@ -47,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ray.log"
         with ray_session(address=None, num_cpus=layout.num_engines, num_gpus=0, log_file=log):
-            workers = start_engines(config, layout, Path(folder))
+            workers = start_engines(config, layout, Path(folder), [{"num_cpus": 1}])
             wait([w.call("build") for w in workers], timeout_s=300, doing="starting the engine")
 
             def actor() -> int:

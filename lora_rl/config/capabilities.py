@@ -42,8 +42,6 @@ CAPABILITIES = (
     Capability(f"{_MEGATRON}.expert_model_parallel_size", (1,), "expert parallelism"),
     Capability(f"{_MEGATRON}.sequence_parallel", (False,), "sequence parallelism"),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
-    Capability(f"{_GENERATION}.colocated.enabled", (True,), "engines on devices of their own"),
-    Capability(f"{_GENERATION}.weight_sync.mode", ("merged",), "sending adapters instead of merged weights"),
     Capability(f"{_GENERATION}.vllm_cfg.async_engine", (False,), "the asynchronous engine"),
     Capability("data.task", ("addition",), "any source of prompts but the built-in tasks"),
     Capability("logger.wandb_enabled", (False,), "logging to Weights & Biases"),

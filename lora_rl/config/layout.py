@@ -37,6 +37,7 @@ class Layout:
         optimizer_steps_per_batch: optimizer steps on each of those batches.
         sequences_per_rank: sequences of one optimizer step on each data-parallel rank.
         threads_per_rank, threads_per_engine: OpenMP threads of each Megatron rank and of each engine process.
+        colocated: engines and ranks take turns on the same devices.
     """
 
     platform: PlatformName
@@ -51,6 +52,14 @@ class Layout:
     sequences_per_rank: int
     threads_per_rank: int
     threads_per_engine: int
+    colocated: bool
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs the whole job uses; 0 on the CPU."""
+        if self.platform == "cpu":
+            return 0
+        return self.world_size if self.colocated else self.world_size + self.num_engines * self.engine_tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(tp, pp, dp) indices of a Megatron rank, in the order tp-dp-pp with tp fastest."""
@@ -73,7 +82,8 @@ class Layout:
             lines.append(f"  ... and {self.world_size - listed} more ranks")
         lines += [
             f"vLLM: {_count(self.num_engines, 'engine')} of tp {self.engine_tp}, "
-            f"{_count(self.threads_per_engine, 'thread')} per process, taking turns with the ranks",
+            f"{_count(self.threads_per_engine, 'thread')} per process, "
+            + ("taking turns with the ranks" if self.colocated else "on resources of their own"),
             f"each step: {_count(self.sequences_per_step, 'sequence')}, "
             f"{_count(self.optimizer_steps_per_batch, 'optimizer step')}, "
             f"{self.sequences_per_rank} sequences per data-parallel rank in each",
@@ -102,8 +112,7 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
     world_size = per_node * nodes
     dp = world_size // (tp * pp)
     engine_tp = vllm.tensor_parallel_size
-    # On the CPU one engine per node: a second one would take the same cores and its own copy of the weights.
-    num_engines = nodes if platform == "cpu" else world_size // engine_tp
+    num_engines = _engines_per_node(config, platform, world_size // nodes) * nodes
     engine_processes_per_node = math.ceil(num_engines * engine_tp / nodes)
     tiny = platform == "cpu" and _is_tiny(config)
     return Layout(
@@ -120,7 +129,17 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
         # Ranks and engines take turns, so each side may use all cores.
         threads_per_rank=megatron.num_threads or _threads(cores, per_node, platform, tiny),
         threads_per_engine=vllm.num_threads or _threads(cores, engine_processes_per_node, platform, tiny),
+        colocated=config.policy.generation.colocated.enabled,
     )
+
+
+def _engines_per_node(config: RunConfig, platform: PlatformName, ranks: int) -> int:
+    generation = config.policy.generation
+    engine_tp = generation.vllm_cfg.tensor_parallel_size
+    if not generation.colocated.enabled:
+        return (generation.colocated.resources.gpus_per_node or engine_tp) // engine_tp
+    # On the CPU one engine per node: a second one would take the same cores and its own copy of the weights.
+    return 1 if platform == "cpu" else ranks // engine_tp
 
 
 def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Violation]:
@@ -129,6 +148,21 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     per_node, nodes = ranks_per_node(config, platform), config.cluster.num_nodes
     world_size = per_node * nodes
+    own = config.policy.generation.colocated.resources.gpus_per_node
+    engine_tp = config.policy.generation.vllm_cfg.tensor_parallel_size
+    if own is not None and own % engine_tp:
+        yield Violation(
+            "policy.generation.colocated.resources.gpus_per_node",
+            f"must be a multiple of policy.generation.vllm_cfg.tensor_parallel_size = {engine_tp}",
+            own,
+        )
+    if world_size == 0 and not config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
+        yield Violation(
+            "policy.generation.colocated.resources.gpus_per_node",
+            f"leaves no GPU of cluster.gpus_per_node = {config.cluster.gpus_per_node} for the trainer; lower it",
+            own,
+        )
+        return
     if world_size == 0:
         problem = "no GPU was found on this machine; set it to the GPUs per node, or cluster.platform to cpu"
         yield Violation("cluster.gpus_per_node", problem, config.cluster.gpus_per_node)
@@ -142,8 +176,7 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
             config.cluster.gpus_per_node,
         )
         return
-    engine_tp = config.policy.generation.vllm_cfg.tensor_parallel_size
-    if platform == "cuda" and world_size % engine_tp:
+    if platform == "cuda" and config.policy.generation.colocated.enabled and world_size % engine_tp:
         yield Violation(
             "policy.generation.vllm_cfg.tensor_parallel_size",
             f"the {world_size} GPUs are not a multiple of it; use a divisor of {world_size}",
@@ -166,13 +199,20 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
 
 
 def ranks_per_node(config: RunConfig, platform: PlatformName) -> int:
-    """Megatron ranks per node: `cluster.gpus_per_node`, else tp x pp on the CPU and all GPUs found here on CUDA."""
-    if config.cluster.gpus_per_node is not None:
-        return config.cluster.gpus_per_node
+    """Megatron ranks per node.
+
+    On the CPU `cluster.gpus_per_node`, or tp x pp. On CUDA the node's GPUs, less those that engines have to themselves.
+    """
     if platform == "cpu":
         megatron = config.policy.megatron_cfg
-        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    return count_gpus()
+        one_replica = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+        return config.cluster.gpus_per_node or one_replica
+    gpus = config.cluster.gpus_per_node or count_gpus()
+    if config.policy.generation.colocated.enabled:
+        return gpus
+    return max(
+        0, gpus - _engines_per_node(config, platform, gpus) * config.policy.generation.vllm_cfg.tensor_parallel_size
+    )
 
 
 def platform_of(config: RunConfig) -> PlatformName:

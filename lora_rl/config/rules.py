@@ -9,6 +9,9 @@ from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.schema import RunConfig
 
+# The largest of vLLM's `MaxLoRARanks`.
+MAX_ENGINE_RANK = 512
+
 Rule = Callable[[RunConfig], Iterator[Violation]]
 
 
@@ -138,6 +141,25 @@ def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]
             yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
 
 
+def sync_mode_fits(config: RunConfig) -> Iterator[Violation]:
+    """What a weight-sync mode cannot do, and keys that would be ignored in it."""
+    prefix, sync = "policy.generation.weight_sync", config.policy.generation.weight_sync
+    if sync.mode == "adapter":
+        if sync.rounding == "stochastic":
+            problem = "has no effect in mode adapter, which never rounds merged weights; leave it at nearest"
+            yield Violation(f"{prefix}.rounding", problem, sync.rounding)
+        if sync.min_retention is not None:
+            problem = "has no effect in mode adapter, which delivers the whole update; leave it null"
+            yield Violation(f"{prefix}.min_retention", problem, sync.min_retention)
+        rank = config.policy.megatron_cfg.peft.dim
+        if rank > MAX_ENGINE_RANK:
+            problem = f"vLLM serves adapters up to rank {MAX_ENGINE_RANK}; lower it, or use {prefix}.mode merged"
+            yield Violation("policy.megatron_cfg.peft.dim", problem, rank)
+    elif config.policy.generation.vllm_cfg.load_format == "dummy" and sync.mode == "adapter_merge":
+        problem = "mode adapter_merge leaves untargeted weights as the engine loaded them; use auto"
+        yield Violation("policy.generation.vllm_cfg.load_format", problem, "dummy")
+
+
 def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
     """The learning rate warms up, then decays."""
     scheduler, optimizer = config.policy.megatron_cfg.scheduler, config.policy.megatron_cfg.optimizer
@@ -207,6 +229,7 @@ RULES: tuple[Rule, ...] = (
     microbatch_size_is_known,
     engine_iteration_holds_sequences,
     colocated_engines_have_no_own_gpus,
+    sync_mode_fits,
     learning_rate_schedule,
     reference_is_the_start,
     adapter_rank_divides,

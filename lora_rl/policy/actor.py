@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PolicyActor:
-    """One rank; the methods mirror `PolicyRank` and `MergedSender`."""
+    """One rank; the methods mirror `PolicyRank` and `WeightSender`."""
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, platform: str, threads: int, log: str) -> None:
         self._log = capture_to_file(log)
@@ -80,17 +80,25 @@ class PolicyActor:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
-    def open_transfer(self, dtype: str) -> tuple[str, int] | None:
+    def open_transfer(self) -> tuple[str, int] | None:
         """Allocate the buffer for pushes; (path, bytes) on rank 0."""
         from functools import partial
 
         import torch
 
-        from lora_rl.policy.export import merged_weights
-        from lora_rl.sync.sender import MergedSender
+        from lora_rl.policy.export import adapters, base_weights
+        from lora_rl.sync.sender import WeightSender
 
-        weights = partial(merged_weights, self.rank.model)
-        self._sender = MergedSender(weights, is_sender=self._rank == 0, dtype=getattr(torch, dtype))
+        sync = self._config.policy.generation.weight_sync
+        self._sender = WeightSender(
+            mode=sync.mode,
+            base=partial(base_weights, self.rank.model),
+            adapters=partial(adapters, self.rank.model),
+            is_sender=self._rank == 0,
+            dtype=getattr(torch, self._config.engine_precision),
+            rounding=sync.rounding,
+            seed=self._config.grpo.seed,
+        )
         return self._sender.open()
 
     def close_transfer_name(self) -> None:
@@ -98,5 +106,5 @@ class PolicyActor:
         self._sender.close_name()
 
     def send(self, version: int, *, must_differ: bool) -> Any:
-        """See `MergedSender.send`."""
+        """See `WeightSender.send`."""
         return self._sender.send(version, must_differ=must_differ)

@@ -19,7 +19,7 @@ from lora_rl.algorithm import (
     split_microbatches,
 )
 from lora_rl.cluster.workers import Call, Worker, wait
-from lora_rl.sync.manifest import Manifest
+from lora_rl.sync.sender import Push
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -27,25 +27,24 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import TrainBatch
 
 
-def start_ranks(config: RunConfig, layout: Layout, logs: Path) -> list[Worker]:
+def start_ranks(config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]]) -> list[Worker]:
     """Create one actor per Megatron rank; returns at once, while the processes start.
 
     Args:
         logs: folder for `rank_<n>.log`.
+        options: Ray options of each rank, see `lora_rl.cluster.placement`.
     """
     import ray
 
     from lora_rl.policy.actor import PolicyActor
 
     workers = []
-    # Rank and engine take turns on a GPU in colocated mode, so each claims half of it.
-    gpus = 0.5 if layout.platform == "cuda" else 0
     for rank in range(layout.world_size):
         tp, pp, dp = layout.coordinates(rank)
         log = logs / f"rank_{rank}.log"
         handle = (
             ray.remote(PolicyActor)
-            .options(num_cpus=1, num_gpus=gpus, max_restarts=0)
+            .options(max_restarts=0, **options[rank])
             .remote(config, rank, layout.world_size, layout.platform, layout.threads_per_rank, str(log))
         )
         workers.append(Worker(f"rank {rank} (tp {tp}, pp {pp}, dp {dp})", handle, log))
@@ -116,12 +115,12 @@ class PolicyGroup:
                 out[rows, : values.shape[1]] = values
         return out
 
-    def send(self, version: int, *, must_differ: bool) -> Manifest:
-        """Write the merged weights of `version` where the engines read them."""
+    def send(self, version: int, *, must_differ: bool) -> Push:
+        """Write the weights of `version` where the engines read them."""
         calls = [w.call("send", version, must_differ=must_differ) for w in self.workers]
-        manifest = wait(calls, timeout_s=self._timeout, doing="sending weights")[0]
-        assert manifest is not None
-        return manifest
+        push = wait(calls, timeout_s=self._timeout, doing="sending weights")[0]
+        assert push is not None
+        return push
 
     def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[int]]]]:
         """Rows of each data-parallel shard, and within each the rows of its microbatches, equally many everywhere."""

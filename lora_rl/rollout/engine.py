@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest, SyncReport, check_reports
+from lora_rl.sync.shared_memory import SharedBuffer
 from lora_rl.sync.vllm_plugin import SHARED_MEMORY_BACKEND, register
 
 
@@ -27,6 +30,8 @@ class EngineSettings:
         kv_cache_gib: size of the KV cache on CPU, in GiB.
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         num_threads: OpenMP threads (CPU).
+        adapter_rank: rank of adapters to serve natively; 0 when weights are merged.
+        max_adapters: adapter versions that may be loaded at once.
         seed: engine seed; requests carry their own.
     """
 
@@ -45,6 +50,8 @@ class EngineSettings:
     load_format: str
     num_threads: int
     seed: int
+    adapter_rank: int = 0
+    max_adapters: int = 2
 
 
 _STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
@@ -83,6 +90,9 @@ class Engine:
         options: dict[str, Any] = {}
         if settings.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = settings.max_num_batched_tokens
+        if settings.adapter_rank:
+            options |= {"enable_lora": True, "max_lora_rank": engine_rank(settings.adapter_rank)}
+            options |= {"max_loras": settings.max_adapters, "max_cpu_loras": settings.max_adapters}
         if settings.platform == "cpu":
             options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         self.llm = LLM(
@@ -104,6 +114,9 @@ class Engine:
             **options,
         )
         self.weight_version = 0
+        self._settings = settings
+        self._buffer: SharedBuffer | None = None
+        self._adapters = NativeAdapters(self.llm, settings.max_adapters) if settings.adapter_rank else None
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -132,7 +145,8 @@ class Engine:
             )
             for r in requests
         ]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        with self._adapter() as adapter:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         return [self._completion(output.outputs[0]) for output in outputs]
 
     def _completion(self, output: Any) -> Completion:
@@ -153,7 +167,8 @@ class Engine:
         self._reset_prefix_cache()
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         prompts = [TokensPrompt(prompt_token_ids=list(s)) for s in sequences]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        with self._adapter() as adapter:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         self._reset_prefix_cache()
         return [
             [position[token].logprob for token, position in zip(s[1:], o.prompt_logprobs[1:], strict=True)]
@@ -164,7 +179,10 @@ class Engine:
 
     def open_transfer(self, path: str, nbytes: int) -> None:
         """Map the trainer's shared buffer in every worker."""
-        self.llm.init_weight_transfer_engine({"init_info": {"path": path, "nbytes": nbytes}})
+        if self._adapters is not None:
+            self._buffer = SharedBuffer(Path(path), nbytes)
+        else:
+            self.llm.init_weight_transfer_engine({"init_info": {"path": path, "nbytes": nbytes}})
 
     def load_push(self, manifest: dict[str, Any]) -> list[SyncReport]:
         """Replace the weights by a push and prove it.
@@ -178,16 +196,24 @@ class Engine:
             SyncError: a worker did not load exactly what the manifest says.
         """
         push = Manifest.from_dict(manifest)
-        self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"manifest": manifest}})
-        self.llm.finish_weight_update(weight_version=str(push.version))
-        reports = self.llm.collective_rpc("lora_rl_sync_report")
+        if self._adapters is not None:
+            reports = [self._adapters.load(push, self._buffer, self._settings.model)]
+            self.llm.update_weight_version(str(push.version))
+        else:
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"manifest": manifest}})
+            self.llm.finish_weight_update(weight_version=str(push.version))
+            reports = self.llm.collective_rpc("lora_rl_sync_report")
         check_reports(push, reports)
         if (held := self.llm.get_weight_version()) != str(push.version):
             raise SyncError(f"vLLM reports weight version {held!r} after the push of version {push.version}")
         self._reset_prefix_cache()
         self.weight_version = push.version
         return reports
+
+    def _adapter(self) -> AbstractContextManager[Any]:
+        """The adapter of the current version for the requests of a block; None when weights are merged."""
+        return nullcontext() if self._adapters is None else self._adapters.in_use()
 
     def _reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.sync.manifest import Manifest, SyncReport
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
 
 
-def start_engines(config: RunConfig, layout: Layout, logs: Path) -> list[Worker]:
+def start_engines(config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]]) -> list[Worker]:
     """Create one actor per engine; returns at once, while the processes start.
 
     Args:
         logs: folder for `engine_<n>.log`.
+        options: Ray options of each engine, see `lora_rl.cluster.placement`.
     """
     import ray
 
@@ -28,11 +29,10 @@ def start_engines(config: RunConfig, layout: Layout, logs: Path) -> list[Worker]
 
     settings = engine_settings(config, layout)
     workers = []
-    gpus = 0.5 * layout.engine_tp if layout.platform == "cuda" else 0
     for index in range(layout.num_engines):
         log = logs / f"engine_{index}.log"
-        options = ray.remote(EngineActor).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
-        workers.append(Worker(f"engine {index}", options.remote(settings, str(log)), log))
+        actor = ray.remote(EngineActor).options(max_restarts=0, **options[index])
+        workers.append(Worker(f"engine {index}", actor.remote(settings, str(log)), log))
     return workers
 
 
@@ -57,6 +57,7 @@ def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
         load_format=vllm.load_format,
         num_threads=layout.threads_per_engine,
         seed=config.grpo.seed,
+        adapter_rank=policy.megatron_cfg.peft.dim if policy.generation.weight_sync.mode == "adapter" else 0,
     )
 
 

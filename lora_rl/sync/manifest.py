@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
+from lora_rl.lora.merge import AdapterTensors, Fidelity
 from lora_rl.sync.errors import SyncError
+
+SyncMode = Literal["merged", "adapter_merge", "adapter"]
+Rounding = Literal["nearest", "stochastic"]
+LORA_A, LORA_B = ".lora_A", ".lora_B"
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,23 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of one push and the weight version they make up."""
+    """All tensors of one push and the weight version they make up.
+
+    Attributes:
+        version: weight version.
+        entries: the tensors: full Hugging Face weights in mode `merged`, `<module>.lora_A` and `.lora_B` otherwise.
+        mode: `merged`, `adapter_merge` or `adapter`.
+        scales: alpha / r of each adapted module; empty in mode `merged`.
+        rounding: how a receiver that merges casts to its weight type, `nearest` or `stochastic`.
+        seed: seed of stochastic rounding; together with the version and a tensor's name it fixes every bit.
+    """
 
     version: int
     entries: tuple[TensorEntry, ...]
+    mode: SyncMode = "merged"
+    scales: dict[str, float] = field(default_factory=dict)
+    rounding: Rounding = "nearest"
+    seed: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -48,18 +66,19 @@ class Manifest:
     @property
     def digest(self) -> str:
         """One hexadecimal number for names, shapes, types and contents, independent of order and version."""
-        lines = sorted(f"{e.name} {e.shape} {e.dtype} {e.checksum:08x}" for e in self.entries)
+        lines = [f"{e.name} {e.shape} {e.dtype} {e.checksum:08x}" for e in self.entries]
+        lines = sorted([*lines, *(f"{name} scale {scale!r}" for name, scale in self.scales.items())])
         return f"{zlib.crc32(chr(10).join(lines).encode()):08x}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types, as vLLM's RPC carries them."""
-        return {"version": self.version, "entries": [asdict(entry) for entry in self.entries]}
+        return {**vars(self), "entries": [asdict(entry) for entry in self.entries]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Manifest:
         """Inverse of `to_dict`."""
         entries = (TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["entries"])
-        return cls(version=data["version"], entries=tuple(entries))
+        return cls(**{**data, "entries": tuple(entries)})
 
 
 @dataclass(frozen=True)
@@ -71,12 +90,14 @@ class SyncReport:
         digest: `Manifest.digest` recomputed from the bytes it read.
         tensors: number of Hugging Face tensors loaded.
         nbytes: their size in bytes.
+        fidelity: what a worker that merged delivered of the update; None where the trainer merged.
     """
 
     version: int
     digest: str
     tensors: int
     nbytes: int
+    fidelity: Fidelity | None = None
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -121,5 +142,21 @@ def check_reports(manifest: Manifest, reports: Sequence[SyncReport]) -> None:
         raise SyncError(f"no engine worker reported on weight version {manifest.version}")
     want = SyncReport(manifest.version, manifest.digest, len(manifest.entries), manifest.nbytes)
     for worker, report in enumerate(reports):
-        if report != want:
+        if replace(report, fidelity=None) != want:
             raise SyncError(f"engine worker {worker} holds {report}, but the trainer sent {want}")
+
+
+def pair_adapters(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> dict[str, AdapterTensors]:
+    """The adapters in the tensors of a push, by Hugging Face module name.
+
+    Raises:
+        SyncError: an A without its B or the reverse, or a module without a scale, naming it.
+    """
+    modules = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors}
+    for module in sorted(modules | scales.keys()):
+        if module + LORA_A not in tensors or module + LORA_B not in tensors or module not in scales:
+            raise SyncError(f"the adapter of {module} is incomplete: A, B and its scale must all be in the push")
+    return {
+        module: AdapterTensors(tensors[module + LORA_A], tensors[module + LORA_B], scales[module])
+        for module in sorted(modules)
+    }

@@ -6,7 +6,7 @@ push `start_weight_update`, `update_weights`, `finish_weight_update`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from lora_rl.lora.merge import Fidelity, merge, seed_for
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import Manifest, SyncReport, TensorEntry, check_names, checksum
+from lora_rl.sync.manifest import Manifest, SyncReport, check_names, pair_adapters
+from lora_rl.sync.reading import read_tensors
 from lora_rl.sync.shared_memory import SharedBuffer
 
 TIED_OUTPUT = "lm_head.weight"
@@ -53,16 +55,17 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
         super().__init__(*args, **kwargs)
         self._buffer: SharedBuffer | None = None
         self.report: SyncReport | None = None
-        self._expected = checkpoint_names(self.model_config.model)
+        self._checkpoint = Checkpoint.open(self.model_config.model)
+        self._reloaded: list[torch.nn.Module] = []
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         """Map the trainer's buffer."""
         self._buffer = SharedBuffer(Path(init_info.path), init_info.nbytes)
 
     def start_weight_update(self) -> None:
-        """Linear weights are repacked after loading (CPU) or fused; vLLM restores the loadable form by layer."""
+        """Nothing yet: which layers are replaced is only known from the manifest."""
         self.report = None
-        initialize_layerwise_reload(self.model)
+        self._reloaded = []
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Like the base class's, without its accelerator synchronisation, which fails on CPU."""
@@ -71,53 +74,86 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        """Load one push.
+        """Load one push: full tensors (`merged`), or adapters merged here into the checkpoint's (`adapter_merge`).
 
         Raises:
             SyncError: missing, unexpected or repeated names; bytes that differ from the trainer's checksum; model
-                parameters that no tensor reached.
+                parameters that should have been replaced and were not.
         """
         manifest = Manifest.from_dict(update_info.manifest)
-        names = [entry.name for entry in manifest.entries]
-        # A tied output layer is the embedding: it may be named or not, and vLLM does not load it separately.
-        optional = {TIED_OUTPUT} if self._tied() else set()
-        if self._expected is not None:
-            check_names(names, self._expected, optional=optional)
-        parameters = {name for name, _ in self.model.named_parameters()}
-        seen: list[TensorEntry] = []
-        loaded = self.model.load_weights(self._tensors(manifest, seen))
-        if loaded is not None and (untouched := sorted(parameters - set(loaded) - optional)):
-            raise SyncError(f"{len(untouched)} engine parameters got no pushed tensor: {', '.join(untouched[:4])}")
-        echo = Manifest(manifest.version, tuple(seen))
-        self.report = SyncReport(manifest.version, echo.digest, len(seen), echo.nbytes)
-
-    def _tensors(self, manifest: Manifest, seen: list[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._buffer is None:
-            raise SyncError("a push arrived before init_weight_transfer_engine")
-        tied = self._tied()
-        for entry in manifest.entries:
-            tensor = self._buffer.view(entry.offset, entry.shape, getattr(torch, entry.dtype))
-            found = checksum(tensor)
-            if found != entry.checksum:
-                raise SyncError(
-                    f"{entry.name}: checksum {found:08x} in the engine, {entry.checksum:08x} in the trainer; "
-                    "the buffer changed between writing and reading"
-                )
-            seen.append(entry)
-            if tied and entry.name == TIED_OUTPUT:
-                continue  # the engine has one tensor for both ends
-            # vLLM keeps what it is given until a layer is complete, and the buffer is reused by the next push.
-            yield entry.name, tensor.clone()
+        tensors = self._read(manifest)
+        parts: list[Fidelity] = []
+        if manifest.mode == "merged":
+            self._replace_all(tensors)
+        elif manifest.mode == "adapter_merge":
+            self._merge_here(manifest, tensors, parts)
+        else:
+            raise SyncError(f"a push of mode {manifest.mode!r} does not replace weights")
+        self.report = SyncReport(
+            manifest.version,
+            manifest.digest,
+            len(tensors),
+            manifest.nbytes,
+            sum(parts, Fidelity.zero()) if manifest.mode == "adapter_merge" else None,
+        )
 
     def finish_weight_update(self) -> None:
         """Repack the reloaded layers."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self._tied():
+        for module in self._reloaded:
+            finalize_layerwise_reload(module, self.model_config)
+        if self._tied() and self.model in self._reloaded:
             # A tied output layer shares the embedding's tensor, which was just replaced, but on CPU it multiplies
             # with a packed copy that nothing above has refreshed.
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+
+    def _read(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The push's tensors, copied out of the buffer, which the next push reuses."""
+        if self._buffer is None:
+            raise SyncError("a push arrived before init_weight_transfer_engine")
+        check_names([entry.name for entry in manifest.entries], {entry.name for entry in manifest.entries})
+        return read_tensors(self._buffer, manifest)
+
+    def _replace_all(self, tensors: dict[str, torch.Tensor]) -> None:
+        # A tied output layer is the embedding: it may be named or not, and vLLM does not load it separately.
+        optional = {TIED_OUTPUT} if self._tied() else set()
+        if self._checkpoint is not None:
+            check_names(tensors, self._checkpoint.names, optional=optional)
+        self._reload(self.model)
+        self._load(tensors, {n for n, _ in self.model.named_parameters()} - optional, skip=optional)
+
+    def _merge_here(self, manifest: Manifest, tensors: dict[str, torch.Tensor], parts: list[Fidelity]) -> None:
+        """Merge in float32 into the checkpoint's tensors, and replace exactly the engine modules that changed.
+
+        A fused engine module (qkv_proj, gate_up_proj) is replaced as a whole, so the parts of it that have no
+        adapter come along from the checkpoint.
+        """
+        if self._checkpoint is None:
+            raise SyncError("mode adapter_merge reads the base weights from a local safetensors checkpoint")
+        adapters = pair_adapters(tensors, manifest.scales)
+        targets = fused_targets(adapters, getattr(self.model, "packed_modules_mapping", {}))
+        replaced: dict[str, torch.Tensor] = {}
+        for module in sorted({part for target in targets.values() for part in target}):
+            name = f"{module}.weight"
+            base = self._checkpoint.read(name)
+            seed = seed_for(manifest.version, name, manifest.seed)
+            dtype = self.model_config.dtype
+            replaced[name], part = merge(base, adapters.get(module), dtype=dtype, rounding=manifest.rounding, seed=seed)
+            parts.append(part)
+        for target in targets:
+            self._reload(self.model.get_submodule(target))
+        self._load(replaced, {f"{target}.weight" for target in targets})
+
+    def _reload(self, module: torch.nn.Module) -> None:
+        """Linear weights are fused, sharded or repacked after loading; vLLM restores the loadable form by layer."""
+        initialize_layerwise_reload(module)
+        self._reloaded.append(module)
+
+    def _load(self, tensors: dict[str, torch.Tensor], expected: set[str], skip: set[str] = frozenset()) -> None:
+        loaded = self.model.load_weights((name, t) for name, t in tensors.items() if name not in skip)
+        if loaded is not None and (untouched := sorted(expected - set(loaded))):
+            raise SyncError(f"{len(untouched)} engine parameters got no pushed tensor: {', '.join(untouched[:4])}")
 
     def shutdown(self) -> None:
         """Unmap the buffer."""
@@ -135,13 +171,49 @@ class WorkerExtension:
         return self.weight_transfer_engine.report  # type: ignore[attr-defined]
 
 
-def checkpoint_names(model: str) -> set[str] | None:
-    """Tensor names of a local safetensors checkpoint; None when the model is not a local directory."""
-    files = sorted(Path(model).glob("*.safetensors"))
-    if not files:
-        return None
-    names: set[str] = set()
-    for file in files:
-        with safe_open(str(file), framework="pt") as handle:
-            names.update(handle.keys())
-    return names
+class Checkpoint:
+    """A local safetensors checkpoint, memory-mapped: names are known at once, tensors are read when asked for."""
+
+    def __init__(self, folder: Path, files: list[Path]) -> None:
+        self._folder = folder
+        self._files = {}
+        for file in files:
+            handle = safe_open(str(file), framework="pt")
+            self._files.update(dict.fromkeys(handle.keys(), handle))
+
+    @classmethod
+    def open(cls, model: str) -> Checkpoint | None:
+        """The checkpoint in a directory; None when there is none (a hub id, dummy weights)."""
+        files = sorted(Path(model).glob("*.safetensors"))
+        return cls(Path(model), files) if files else None
+
+    @property
+    def names(self) -> set[str]:
+        """Tensor names."""
+        return set(self._files)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from the file.
+
+        Raises:
+            SyncError: the checkpoint has no such tensor.
+        """
+        if name not in self._files:
+            raise SyncError(f"the engine's checkpoint {self._folder} has no tensor {name}")
+        return self._files[name].get_tensor(name)
+
+
+def fused_targets(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Engine modules to replace, each with all Hugging Face modules it is made of.
+
+    Args:
+        modules: Hugging Face module names that have an adapter.
+        packed: vLLM's `packed_modules_mapping`, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+    """
+    whole = {part: (fused, parts) for fused, parts in packed.items() for part in parts}
+    targets: dict[str, list[str]] = {}
+    for module in modules:
+        prefix, _, last = module.rpartition(".")
+        fused, parts = whole.get(last, (last, [last]))
+        targets[f"{prefix}.{fused}"] = [f"{prefix}.{part}" for part in parts]
+    return targets

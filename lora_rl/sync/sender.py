@@ -1,33 +1,59 @@
-"""Trainer side of mode `merged`: adapters merged in float32 on a copy, cast once, written where the engine reads."""
+"""Trainer side: writes each push where the engines read it, with the proof of what it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
+from lora_rl.lora.merge import AdapterTensors, Fidelity, merge, seed_for
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import Manifest, TensorEntry, checksum
+from lora_rl.sync.manifest import LORA_A, LORA_B, Manifest, Rounding, SyncMode, TensorEntry, checksum
 from lora_rl.sync.shared_memory import SharedBuffer, aligned
 
+BaseWeights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Adapters = Callable[[], dict[str, AdapterTensors]]
 
-class MergedSender:
-    """Writes pushes into shared memory. Rank 0 of the world sends; the other ranks take part in the gathers."""
 
-    def __init__(
-        self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], *, is_sender: bool, dtype: torch.dtype
-    ) -> None:
-        """
-        Args:
-            weights: starts a fresh pass over the merged Hugging Face tensors; collective over the ranks.
-            is_sender: whether this rank writes the buffer.
-            dtype: the engine's weight dtype; tensors are cast to it once, here.
-        """
-        self._weights = weights
-        self._is_sender = is_sender
-        self._dtype = dtype
-        self._buffer: SharedBuffer | None = None
-        self._last: Manifest | None = None
+@dataclass(frozen=True)
+class Push:
+    """What the sending rank reports of one push.
+
+    Attributes:
+        manifest: what the engines must echo.
+        fidelity: what the cast delivered of the update; None where the engines merge and measure it.
+    """
+
+    manifest: Manifest
+    fidelity: Fidelity | None
+
+
+@dataclass
+class WeightSender:
+    """Writes pushes into shared memory. Rank 0 of the world sends; the other ranks take part in the gathers.
+
+    Live weights are only read: the bridge gathers them into new tensors, the merge happens on a float32 copy.
+
+    Attributes:
+        mode: `merged` sends full Hugging Face tensors, the others only A and B.
+        base: starts a fresh pass over the base model's Hugging Face tensors; collective over the ranks.
+        adapters: the adapters by Hugging Face module name; collective over the ranks.
+        is_sender: whether this rank writes the buffer.
+        dtype: the engine's weight type; merged tensors are cast to it once, here.
+        rounding: of that cast.
+        seed: of stochastic rounding.
+    """
+
+    mode: SyncMode
+    base: BaseWeights
+    adapters: Adapters
+    is_sender: bool
+    dtype: torch.dtype
+    rounding: Rounding = "nearest"
+    seed: int = 0
+    _buffer: SharedBuffer | None = field(default=None, init=False, repr=False)
+    _last: Manifest | None = field(default=None, init=False, repr=False)
 
     def open(self) -> tuple[str, int] | None:
         """Allocate the buffer for this model's size. Collective.
@@ -36,9 +62,9 @@ class MergedSender:
             (path, bytes) for the engine on the sending rank, None on the others.
         """
         size = 0
-        for _, tensor in self._weights():
-            size = aligned(size) + tensor.numel() * self._dtype.itemsize
-        if not self._is_sender:
+        for _, tensor, dtype in self._plain_tensors():
+            size = aligned(size) + tensor.numel() * dtype.itemsize
+        if not self.is_sender:
             return None
         self._buffer = SharedBuffer.create(size)
         return str(self._buffer.path), len(self._buffer.bytes)
@@ -48,43 +74,82 @@ class MergedSender:
         if self._buffer is not None:
             self._buffer.unlink()
 
-    def send(self, version: int, *, must_differ: bool) -> Manifest | None:
-        """Write the weights of `version` into the buffer. Collective.
+    def send(self, version: int, *, must_differ: bool) -> Push | None:
+        """Write the weights of `version` into the buffer. Collective; everything is read before it returns.
 
         Args:
             version: weight version of this push.
             must_differ: an optimizer step lies between this push and the last one.
 
         Returns:
-            The manifest on the sending rank, None on the others.
+            The push on the sending rank, None on the others.
 
         Raises:
             SyncError: `must_differ`, but every byte equals the last push: the adapters did not reach the payload.
         """
-        weights = self._weights()
-        if not self._is_sender:
-            for _ in weights:
-                continue
+        adapters = self.adapters()
+        parts: list[Fidelity] = []
+        merging = self.mode == "merged"
+        tensors = self._merged(adapters, version, parts) if merging else _factors(adapters)
+        entries = tuple(self._write_all(tensors))
+        if not self.is_sender:
             return None
-        manifest = Manifest(version, tuple(self._write(weights)))
-        if must_differ and self._last is not None and manifest.digest == self._last.digest:
-            raise SyncError(
-                f"weight version {version} is byte for byte the same as version {self._last.version} although an "
-                "optimizer step lies between them: the update did not reach the merged weights (in low precision a "
-                "small update can round to nothing; see policy.precision and the learning rate)"
-            )
+        scales = {} if merging else {name: adapter.scale for name, adapter in adapters.items()}
+        manifest = Manifest(version, entries, self.mode, scales, self.rounding, self.seed)
+        self._check_changed(manifest, must_differ)
         self._last = manifest
-        return manifest
+        return Push(manifest, sum(parts, Fidelity.zero()) if merging else None)
 
-    def _write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[TensorEntry]:
+    def _merged(
+        self, adapters: dict[str, AdapterTensors], version: int, parts: list[Fidelity]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Base tensors in the engine's type, with adapters merged into those that have one; fidelity into `parts`."""
+        unused = set(adapters)
+        for name, tensor in self.base():
+            module = name.removesuffix(".weight")
+            unused.discard(module)
+            if self.is_sender:
+                seed = seed_for(version, name, self.seed)
+                tensor, part = merge(tensor, adapters.get(module), dtype=self.dtype, rounding=self.rounding, seed=seed)
+                parts.append(part)
+            yield name, tensor
+        if unused:
+            raise SyncError(f"adapters on modules the base model does not have: {', '.join(sorted(unused))}")
+
+    def _write_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[TensorEntry]:
+        """Exhaust the tensors on every rank, and write them on the sending one."""
+        offset = 0
+        for name, tensor in tensors:
+            if self.is_sender:
+                entry = self._write(name, tensor, aligned(offset))
+                offset = entry.offset + entry.nbytes
+                yield entry
+
+    def _plain_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+        if self.mode == "merged":
+            yield from ((name, tensor, self.dtype) for name, tensor in self.base())
+        else:
+            yield from ((name, tensor, torch.float32) for name, tensor in _factors(self.adapters()))
+
+    def _write(self, name: str, tensor: torch.Tensor, offset: int) -> TensorEntry:
         if self._buffer is None:
             raise RuntimeError("send before open: there is no buffer to write to")
-        offset = 0
-        for name, tensor in weights:
-            offset = aligned(offset)
-            target = self._buffer.view(offset, tuple(tensor.shape), self._dtype)
-            target.copy_(tensor)
-            nbytes = target.numel() * self._dtype.itemsize
-            dtype = str(self._dtype).removeprefix("torch.")
-            yield TensorEntry(name, tuple(tensor.shape), dtype, offset, nbytes, checksum(target))
-            offset += nbytes
+        target = self._buffer.view(offset, tuple(tensor.shape), tensor.dtype)
+        target.copy_(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        return TensorEntry(name, tuple(tensor.shape), dtype, offset, nbytes, checksum(target))
+
+    def _check_changed(self, manifest: Manifest, must_differ: bool) -> None:
+        if must_differ and self._last is not None and manifest.digest == self._last.digest:
+            raise SyncError(
+                f"weight version {manifest.version} is byte for byte the same as version {self._last.version} although "
+                "an optimizer step lies between them: the update did not reach the payload (in low precision a small "
+                "update can round to nothing; see policy.generation.weight_sync.rounding and the learning rate)"
+            )
+
+
+def _factors(adapters: dict[str, AdapterTensors]) -> Iterator[tuple[str, torch.Tensor]]:
+    for module in sorted(adapters):
+        yield module + LORA_A, adapters[module].a.float()
+        yield module + LORA_B, adapters[module].b.float()

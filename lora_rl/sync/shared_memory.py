@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,17 @@ ALIGNMENT = 64
 def aligned(offset: int) -> int:
     """The next multiple of `ALIGNMENT` at or after `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _memory_directory() -> str:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+@contextlib.contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A temporary folder in memory, removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="lora_rl_adapter_", dir=_memory_directory()) as folder:
+        yield Path(folder)
 
 
 class SharedBuffer:
@@ -36,7 +48,7 @@ class SharedBuffer:
         Raises:
             OSError: the memory file system has no room; the message names it and the size.
         """
-        directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+        directory = _memory_directory()
         descriptor, name = tempfile.mkstemp(prefix="lora_rl_sync_", dir=directory)
         try:
             # Reserves the pages now: without it a full file system would kill the process at the first write.

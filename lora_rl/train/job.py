@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rl.cluster.local import ray_session
+from lora_rl.cluster.placement import place
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.data import PromptSource, Tokenizer, addition_prompts, load_tokenizer
 
@@ -90,16 +91,24 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
             session = ray_session(
                 address=config.cluster.address,
                 num_cpus=layout.world_size + layout.num_engines,
-                num_gpus=layout.world_size if layout.platform == "cuda" else 0,
+                num_gpus=layout.num_gpus,
                 log_file=logs / "ray.log",
             )
             stack.enter_context(session)
         from lora_rl.rollout.pool import EnginePool, start_engines
 
-        engine_workers = start_engines(config, layout, logs)
+        placement = place(
+            platform=layout.platform,
+            colocated=config.policy.generation.colocated.enabled,
+            world_size=layout.world_size,
+            num_engines=layout.num_engines,
+            engine_tp=layout.engine_tp,
+            timeout_s=config.cluster.startup_timeout_s,
+        )
+        engine_workers = start_engines(config, layout, logs, placement.engines)
         from lora_rl.policy.group import PolicyGroup, start_ranks
 
-        rank_workers = start_ranks(config, layout, logs)
+        rank_workers = start_ranks(config, layout, logs, placement.ranks)
         description = _build(config, console, engine_workers, rank_workers)
 
         from lora_rl.rollout.source import Generator
@@ -107,10 +116,10 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
 
         policy = PolicyGroup(config, layout, rank_workers)
         engines = EnginePool(engine_workers, timeout_s=config.cluster.step_timeout_s)
-        weights = WeightSync(policy, engines)
+        weights = WeightSync(policy, engines, config.policy.generation.weight_sync)
         with console.startup("weights") as task:
             task.update("opening the transfer")
-            _open_transfer(config, rank_workers, engine_workers)
+            _open_transfer(config.cluster.startup_timeout_s, rank_workers, engine_workers)
             task.update("first push")
             facts = weights.push(after_update=False)
             tolerance = parity_tolerance(config)
@@ -169,10 +178,9 @@ def _build(config: RunConfig, console: Console, engines: list[Worker], ranks: li
     return {key: sum(d[key] for d in described) / replicas for key in ("parameters", "trainable")}
 
 
-def _open_transfer(config: RunConfig, ranks: list[Worker], engines: list[Worker]) -> None:
+def _open_transfer(timeout: float, ranks: list[Worker], engines: list[Worker]) -> None:
     """Map one buffer on both sides, then remove its name so that nothing is left behind whatever happens."""
-    timeout = config.cluster.startup_timeout_s
-    calls = [w.call("open_transfer", config.engine_precision) for w in ranks]
+    calls = [w.call("open_transfer") for w in ranks]
     path, nbytes = wait(calls, timeout_s=timeout, doing="start-up: allocating the transfer buffer")[0]
     try:
         wait(

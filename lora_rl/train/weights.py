@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -16,13 +17,16 @@ from lora_rl.sync.errors import SyncError
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
+    from lora_rl.config.schema import WeightSyncConfig
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSync:
     """Counts weight versions and moves them. Version 0 is what the engines loaded from disk."""
 
-    def __init__(self, policy: PolicyGroup, engines: EnginePool) -> None:
-        self._policy, self._engines = policy, engines
+    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: WeightSyncConfig) -> None:
+        self._policy, self._engines, self._settings = policy, engines, settings
         self.version = 0
 
     def push(self, *, after_update: bool) -> dict[str, float]:
@@ -32,21 +36,41 @@ class WeightSync:
             after_update: an optimizer step lies between this push and the last, so the payload must differ.
 
         Returns:
-            `sync/version`, `sync/bytes`, `sync/seconds`, `sync/tensors`.
+            `sync/version`, `sync/bytes`, `sync/seconds`, `sync/tensors`, and where weights are merged
+            `sync/delta_norm`, `sync/retention`, `sync/relative_error`, `sync/changed_fraction`.
 
         Raises:
-            SyncError: an engine does not hold exactly what was sent, or nothing changed although it should have.
+            SyncError: an engine does not hold exactly what was sent, nothing changed although it should have, or
+                less of the update survived the cast than `min_retention` with `on_low_retention: stop`.
         """
         start = time.perf_counter()
-        manifest = self._policy.send(self.version + 1, must_differ=after_update)
-        self._engines.load(manifest)
-        self.version = manifest.version
+        push = self._policy.send(self.version + 1, must_differ=after_update)
+        reports = self._engines.load(push.manifest)
+        self.version = push.manifest.version
+        # Where the engines merged, each of their workers measured the same update; one of them speaks for all.
+        fidelity = push.fidelity or reports[0].fidelity
+        measured = fidelity.metrics() if fidelity is not None else {}
+        self._check_retention(measured)
         return {
             "sync/version": self.version,
-            "sync/bytes": manifest.nbytes,
-            "sync/tensors": len(manifest.entries),
+            "sync/bytes": push.manifest.nbytes,
+            "sync/tensors": len(push.manifest.entries),
             "sync/seconds": time.perf_counter() - start,
+            **measured,
         }
+
+    def _check_retention(self, measured: dict[str, float]) -> None:
+        least, retention = self._settings.min_retention, measured.get("sync/retention")
+        if least is None or retention is None or retention >= least:
+            return
+        message = (
+            f"weight version {self.version}: {retention:.1%} of the update survived the cast to the engine's weight "
+            f"type, less than policy.generation.weight_sync.min_retention {least:.1%}; rounding: stochastic, or mode: "
+            "adapter, keeps small updates"
+        )
+        if self._settings.on_low_retention == "stop":
+            raise SyncError(message)
+        logger.warning(message)
 
     def check_parity(self, probes: Sequence[tuple[int, ...]], tolerance: float) -> float:
         """Compare trainer and engines on given token sequences.

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from annotated_types import Ge
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lora_rl.config.schema.base import Fraction, Precision, Section
 
@@ -29,6 +29,19 @@ class WeightSyncConfig(Section):
         "merged",
         description="merged: send base + adapter; adapter_merge: send adapters, engines merge; "
         "adapter: engines serve the adapter.",
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="Cast of merged weights to the engine's type; stochastic keeps small updates in expectation.",
+    )
+    min_retention: Fraction | None = Field(
+        None, description="Least share of an update that must survive the cast (sync/retention); null: no check."
+    )
+    on_low_retention: Literal["warn", "stop"] = Field(
+        "warn", description="What happens when sync/retention is below min_retention."
+    )
+    probe_period: NonNegativeInt = Field(
+        0, description="Steps between comparisons of trainer and engine logprobs on held-out prompts; 0: at start only."
     )
     parity_tolerance: PositiveFloat | None = Field(
         1e-4, description="Largest mean |engine - trainer| logprob accepted, in nats (float32); null: no check."

@@ -1,0 +1,59 @@
+"""A merged Hugging Face model from a base checkpoint and an adapter, file by file, without building the model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lora_rl.lora.merge import merge
+from lora_rl.lora.peft_io import PeftAdapter
+
+
+def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "base") -> None:
+    """Write `base` with the adapter merged in float32 and cast once; all other files are copied.
+
+    Args:
+        base: Hugging Face directory with safetensors files.
+        adapter: what to merge.
+        out: directory to write; appears only when complete.
+        dtype: `base` keeps each tensor's type, otherwise a torch type name.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError: `base` has no safetensors file.
+        ValueError: the adapter has modules that the base model does not have.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose a directory that does not")
+    files = sorted(base.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{base} has no .safetensors file: not a Hugging Face model directory (see --base)")
+    unused = set(adapter.tensors)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        folder = Path(temporary) / "model"
+        folder.mkdir()
+        for path in base.iterdir():
+            if path.is_file() and path.suffix != ".safetensors":
+                shutil.copy2(path, folder / path.name)
+        for file in files:
+            tensors: dict[str, torch.Tensor] = {}
+            with safe_open(str(file), framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - not a dict
+                    tensor = handle.get_tensor(name)
+                    target = tensor.dtype if dtype == "base" else getattr(torch, dtype)
+                    module = name.removesuffix(".weight")
+                    unused.discard(module)
+                    tensors[name], _ = merge(
+                        tensor, adapter.tensors.get(module), dtype=target, rounding="nearest", seed=0
+                    )
+            save_file(tensors, str(folder / file.name), metadata={"format": "pt"})
+        if unused:
+            raise ValueError(f"{base} has no weights for the adapter's modules {', '.join(sorted(unused)[:4])}")
+        os.replace(folder, out)
