@@ -208,11 +208,10 @@ def ranks_per_node(config: RunConfig, platform: PlatformName) -> int:
         one_replica = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
         return config.cluster.gpus_per_node or one_replica
     gpus = config.cluster.gpus_per_node or count_gpus()
-    if config.policy.generation.colocated.enabled:
+    generation = config.policy.generation
+    if generation.colocated.enabled:
         return gpus
-    return max(
-        0, gpus - _engines_per_node(config, platform, gpus) * config.policy.generation.vllm_cfg.tensor_parallel_size
-    )
+    return max(0, gpus - _engines_per_node(config, platform, gpus) * generation.vllm_cfg.tensor_parallel_size)
 
 
 def platform_of(config: RunConfig) -> PlatformName:

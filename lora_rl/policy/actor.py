@@ -101,6 +101,19 @@ class PolicyActor:
         )
         return self._sender.open()
 
+    def save_adapter(self, path: str, base_model: str) -> bool:
+        """Write the adapters as a PEFT directory. Collective; rank 0 writes and answers True."""
+        from pathlib import Path
+
+        from lora_rl.lora.peft_io import write_peft
+        from lora_rl.policy.export import export_peft
+
+        adapter = export_peft(self.rank.model)
+        if self._rank != 0:
+            return False
+        write_peft(Path(path), adapter, base_model=base_model)
+        return True
+
     def close_transfer_name(self) -> None:
         """Remove the buffer's file name: every engine worker has mapped it."""
         self._sender.close_name()

@@ -122,6 +122,12 @@ class PolicyGroup:
         assert push is not None
         return push
 
+    def save_adapter(self, path: Path) -> None:
+        """Write the current adapters as a PEFT directory, which must not exist yet."""
+        model = self.config.policy.model_name
+        calls = [w.call("save_adapter", str(path), model) for w in self.workers]
+        wait(calls, timeout_s=self._timeout, doing="saving the adapter")
+
     def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[int]]]]:
         """Rows of each data-parallel shard, and within each the rows of its microbatches, equally many everywhere."""
         policy = self.config.policy

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lora_rl.config.layout import Layout
     from lora_rl.rollout.types import Rollout, TrainBatch
 
+ADAPTER_FOLDER = "adapter"
+
 
 def run_grpo(
     config: RunConfig, layout: Layout, console: Console, recorder: RunRecorder, timer: PhaseTimer, run_dir: Path
@@ -31,7 +33,13 @@ def run_grpo(
     with ExitStack() as stack:
         with timer("startup"):
             job = stack.enter_context(start_job(config, layout, console, run_dir))
-        train(job, config, console, recorder, timer)
+        try:
+            train(job, config, console, recorder, timer)
+        except KeyboardInterrupt:
+            # Whatever was trained so far is the user's; a rank in mid-step saves after it.
+            job.policy.save_adapter(run_dir / ADAPTER_FOLDER)
+            raise
+        job.policy.save_adapter(run_dir / ADAPTER_FOLDER)
 
 
 def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, timer: PhaseTimer) -> None:

@@ -15,7 +15,7 @@ from lora_rl.config import resolved_yaml
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, TensorBoardSink, learning_curve, read_metrics
 from lora_rl.track.recorder import FILE_NAME
-from lora_rl.train.grpo import run_grpo
+from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
 
 if TYPE_CHECKING:
     from lora_rl.config import Layout, RunConfig
@@ -38,6 +38,7 @@ def run(config: RunConfig, layout: Layout) -> int:
     timer = PhaseTimer()
     paths = {
         "metrics": run_dir / FILE_NAME,
+        "adapter": run_dir / ADAPTER_FOLDER,
         "curve": run_dir / "learning_curve.png",
         "config": run_dir / "config.yaml",
         "logs": run_dir / "logs",
