@@ -170,13 +170,21 @@ def build_train_batch(rollouts: Sequence[Rollout], advantages: Sequence[float]) 
         advantages: B floats, same order.
 
     Raises:
-        ValueError: the two differ in length, or a completion is empty (nothing was sampled, nothing can be trained).
+        ValueError: the two differ in length, a completion is empty (nothing was sampled, nothing can be trained), or
+            it does not have one logprob per token.
     """
     if len(rollouts) != len(advantages):
         raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
     empty = [r for r in rollouts if not r.completion.token_ids]
     if empty:
         raise ValueError(f"rollout {empty[0].sample_index} of group {empty[0].group_id} has no completion token")
+    torn = [r for r in rollouts if len(r.completion.logprobs) != len(r.completion.token_ids)]
+    if torn:
+        # NumPy would spread a single logprob over the whole completion.
+        raise ValueError(
+            f"rollout {torn[0].sample_index} of group {torn[0].group_id} has {len(torn[0].completion.logprobs)} "
+            f"logprobs for {len(torn[0].completion.token_ids)} tokens"
+        )
     lengths = np.array([r.length for r in rollouts], dtype=np.int64)
     prompt_lengths = np.array([len(r.prompt.token_ids) for r in rollouts], dtype=np.int64)
     width = int(lengths.max()) if len(rollouts) else 0

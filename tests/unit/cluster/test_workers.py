@@ -1,0 +1,146 @@
+"""Waiting for actors on a real Ray: the process at fault is named, whatever arrives first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lora_rl.cluster import workers
+from lora_rl.cluster.local import ray_session
+from lora_rl.cluster.workers import Worker, WorkerError, wait
+
+pytestmark = pytest.mark.e2e
+
+
+class Toy:
+    """An actor that works, fails, hangs or dies when told to."""
+
+    def __init__(self, log: str) -> None:
+        Path(log).write_text("first line\nlast words of this process\n")
+
+    def ping(self) -> bool:
+        return True
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "rested"
+
+    def fail(self, after: float = 0.0) -> None:
+        time.sleep(after)
+        raise ValueError("the answer is not 42")
+
+    def die(self, after: float = 0.0) -> None:
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with ray_session(address=None, num_cpus=4, num_gpus=0, log_file=tmp_path_factory.mktemp("ray") / "ray.log"):
+        yield
+
+
+@pytest.fixture
+def start(local_ray: None, tmp_path: Path) -> Iterator[Callable[[str], Worker]]:
+    started = []
+
+    # Not at the top: Ray reads part of its environment, which `ray_session` sets, when it is imported.
+    import ray
+
+    def new(name: str) -> Worker:
+        log = tmp_path / f"{name}.log"
+        handle = ray.remote(Toy).options(num_cpus=0, max_restarts=0).remote(str(log))
+        started.append(Worker(name, handle, log))
+        return started[-1]
+
+    yield new
+    for worker in started:
+        ray.kill(worker.handle)
+
+
+def test_results_come_in_order_of_the_calls(start: Callable[[str], Worker]) -> None:
+    slow, quick = start("slow"), start("quick")
+    done = []
+    calls = [slow.call("sleep", 0.5), quick.call("add", 1, b=2), quick.call("add", 3, 4)]
+    assert wait(calls, timeout_s=30, doing="adding", on_done=lambda w: done.append(w.name)) == ["rested", 3, 7]
+    assert sorted(done) == ["quick", "quick", "slow"]
+    assert done[-1] == "slow"
+    assert wait([], timeout_s=1, doing="nothing") == []
+
+
+def test_a_call_that_raises_names_worker_cause_and_log(
+    start: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_ROOT_CAUSE_SECONDS", 1.0)
+    good, bad = start("rank 0"), start("rank 1")
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        wait([good.call("sleep", 60), bad.call("fail")], timeout_s=60, doing="training")
+    message = str(error.value)
+    assert message.startswith("training: rank 1 failed: ValueError: the answer is not 42")
+    assert str(bad.log) in message
+    assert time.monotonic() - begin < 20
+
+
+def test_a_killed_process_is_named_with_the_end_of_its_log(start: Callable[[str], Worker]) -> None:
+    alive, dead = start("rank 0"), start("rank 1")
+    pid = wait([dead.call("pid")], timeout_s=60, doing="asking")[0]
+    calls = [alive.call("sleep", 60), dead.call("sleep", 60)]
+    os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^training: rank 1 died\.") as error:
+        wait(calls, timeout_s=60, doing="training")
+    assert "last words of this process" in str(error.value)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_death_explains_the_errors_of_its_peers(start: Callable[[str], Worker]) -> None:
+    """When a rank dies, the collectives of the others fail, often before the death itself is known."""
+    peer, dead = start("rank 0"), start("rank 1")
+    wait([w.call("ping") for w in (peer, dead)], timeout_s=60, doing="starting")
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        wait([peer.call("fail"), dead.call("die", after=1.5)], timeout_s=60, doing="training")
+
+
+def test_a_timeout_names_who_is_hung_and_nobody_else(start: Callable[[str], Worker]) -> None:
+    quick, hung = start("engine 0"), start("engine 1")
+    wait([w.call("ping") for w in (quick, hung)], timeout_s=60, doing="starting")
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        wait([quick.call("add", 1, 1), hung.call("sleep", 60)], timeout_s=2, doing="generating")
+    assert str(error.value).startswith("generating: no answer from engine 1 within 2 s.")
+    assert "engine 0" not in str(error.value).splitlines()[0]
+    assert 1.5 < time.monotonic() - begin < 10
+
+
+def test_watched_processes_must_stay_alive(start: Callable[[str], Worker]) -> None:
+    busy, watched = start("rank 0"), start("engine 0")
+    assert wait([busy.call("add", 2, 2)], timeout_s=60, doing="training", watch=[watched]) == [4]
+    watched.call("die")
+    with pytest.raises(WorkerError, match="engine 0 died"):
+        wait([busy.call("sleep", 60)], timeout_s=60, doing="training", watch=[watched])
+
+
+def test_the_cluster_has_the_asked_for_cpus(local_ray: None) -> None:
+    import ray
+
+    assert ray.cluster_resources()["CPU"] == 4
+
+
+@pytest.mark.xfail(reason="Ray replaces a loopback _node_ip_address by the host's own address", strict=True)
+def test_a_started_ray_listens_on_loopback_only(local_ray: None) -> None:
+    import ray
+
+    [node] = ray.nodes()
+    assert node["NodeManagerAddress"] == "127.0.0.1"

@@ -1,0 +1,129 @@
+"""From prompts to scored groups: seeds, group ids, rewards, sampling settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rl.data import PromptSource, Tokenizer, load_tokenizer
+from lora_rl.rollout.source import (
+    Generator,
+    SyncRolloutSource,
+    request_seed,
+    training_sampling,
+    validation_groups,
+    validation_sampling,
+)
+from lora_rl.rollout.types import GenerationRequest, PromptGroup, SamplingSettings, StopReason
+from tests.support.configs import tiny_config
+from tests.support.models import write_tokenizer
+from tests.support.rollouts import ScriptedEngines, completion, prompt
+
+SAMPLING = SamplingSettings(max_tokens=4)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_tokenizer(tmp_path)
+    return load_tokenizer(tmp_path)
+
+
+def answer_seven(tokenizer: Tokenizer) -> ScriptedEngines:
+    return ScriptedEngines(lambda request: completion((*tokenizer.encode("7"), tokenizer.eos_token_id)))
+
+
+def test_group_by_group_with_rewards(tokenizer: Tokenizer) -> None:
+    engines = answer_seven(tokenizer)
+    groups = [PromptGroup(40, prompt("a", (3, 4), "7")), PromptGroup(41, prompt("b", (5,), "8"))]
+    rollouts = Generator(engines, tokenizer, seed=1).rollouts(groups, 3, SAMPLING, purpose="step 1")
+    assert [(r.group_id, r.sample_index, r.prompt.id) for r in rollouts] == [
+        *((40, n, "a") for n in range(3)),
+        *((41, n, "b") for n in range(3)),
+    ]
+    assert [r.reward for r in rollouts] == [1, 1, 1, 0, 0, 0]
+    assert [r.reason for r in rollouts] == ["correct"] * 3 + ["wrong"] * 3
+    assert rollouts[0].text == "7<end>"
+    assert rollouts[0].length == 4
+    [(requests, sampling)] = engines.asked
+    assert [r.prompt_ids for r in requests] == [(3, 4)] * 3 + [(5,)] * 3
+    assert sampling is SAMPLING
+
+
+@pytest.mark.parametrize("stop", [StopReason.LENGTH, StopReason.ABORT])
+def test_a_completion_that_was_cut_off_scores_nothing(tokenizer: Tokenizer, stop: StopReason) -> None:
+    engines = ScriptedEngines(lambda request: completion(tokenizer.encode("7"), stop=stop))
+    [rollout] = Generator(engines, tokenizer, 0).rollouts([PromptGroup(0, prompt())], 1, SAMPLING, purpose="x")
+    assert (rollout.reward, rollout.reason) == (0.0, "truncated")
+
+
+def seeds(tokenizer: Tokenizer, seed: int, purpose: str) -> list[int]:
+    engines = answer_seven(tokenizer)
+    groups = [PromptGroup(n, prompt(str(n))) for n in range(4)]
+    Generator(engines, tokenizer, seed).rollouts(groups, 5, SAMPLING, purpose=purpose)
+    return [r.seed for r in engines.asked[0][0]]
+
+
+def test_every_request_has_its_own_repeatable_seed(tokenizer: Tokenizer) -> None:
+    first = seeds(tokenizer, 1, "step 1")
+    assert len(set(first)) == 20
+    assert first == seeds(tokenizer, 1, "step 1")
+    for other in (seeds(tokenizer, 2, "step 1"), seeds(tokenizer, 1, "step 2"), seeds(tokenizer, 1, "validation 0")):
+        assert not set(first) & set(other)
+    assert all(0 <= seed < 2**63 for seed in first)
+
+
+def test_seed_fields_do_not_run_together() -> None:
+    assert request_seed(1, "step 1", 1, 2) != request_seed(1, "step 1", 12, 0)
+    assert request_seed(1, "step 11", 1, 1) != request_seed(1, "step 1", 11, 1)
+
+
+def test_group_ids_never_repeat_over_steps(tokenizer: Tokenizer, models: dict[str, Path]) -> None:
+    engines = answer_seven(tokenizer)
+    prompts = PromptSource([prompt(str(n)) for n in range(3)], shuffle=False)
+    source = SyncRolloutSource(Generator(engines, tokenizer, 0), prompts, tiny_config(models["tied"]))
+    steps = [source.next_step(step) for step in (1, 2, 3)]
+    for step in steps:
+        # Four groups of four over three prompts: a prompt that occurs twice is two groups.
+        assert [step.count(r) for r in step] == [1] * 16
+        assert len({r.group_id for r in step}) == 4
+    assert len({r.group_id for step in steps for r in step}) == 12
+    assert [r.prompt.id for r in steps[0][::4]] == ["0", "1", "2", "0"]
+    assert [r.prompt.id for r in steps[1][::4]] == ["1", "2", "0", "1"]
+
+
+def test_sampling_settings_come_from_the_configuration(models: dict[str, Path]) -> None:
+    settings = tiny_config(models["tied"])
+    # Past the loader, which refuses combinations that training must not use.
+    generation = settings.policy.generation.model_copy(
+        update={
+            "temperature": 0.7, "top_p": 0.9, "top_k": 11, "max_new_tokens": 5,
+            "stop_token_ids": [4, 9], "stop_strings": ["x"], "ignore_eos": True,
+        }
+    )  # fmt: skip
+    settings = settings.model_copy(
+        update={
+            "policy": settings.policy.model_copy(update={"generation": generation}),
+            "grpo": settings.grpo.model_copy(update={"val_temperature": 0.2}),
+        }
+    )
+    assert training_sampling(settings) == SamplingSettings(0.7, 0.9, 11, 5, (4, 9), ("x",), True)
+    assert validation_sampling(settings) == SamplingSettings(0.2, 1.0, -1, 5, (4, 9), ("x",), True)
+
+
+@pytest.mark.parametrize("top_k", ["null", "0", "-1"])
+def test_top_k_off(models: dict[str, Path], top_k: str) -> None:
+    assert training_sampling(tiny_config(models["tied"], f"policy.generation.top_k={top_k}")).top_k == -1
+
+
+def test_validation_groups_are_numbered() -> None:
+    assert [g.group_id for g in validation_groups([prompt("a"), prompt("b")])] == [0, 1]
+
+
+def test_equal_seeds_mean_equal_requests(tokenizer: Tokenizer) -> None:
+    engines = ScriptedEngines(lambda request: completion((3 + request.seed % 200,)))
+    groups = [PromptGroup(0, prompt())]
+    generator = Generator(engines, tokenizer, seed=9)
+    one, two = (generator.rollouts(groups, 4, SAMPLING, purpose="step 3") for _ in range(2))
+    assert [r.completion for r in one] == [r.completion for r in two]
+    assert isinstance(engines.asked[0][0][0], GenerationRequest)

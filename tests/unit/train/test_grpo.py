@@ -1,0 +1,245 @@
+"""The verbs of a step, and the loop over scripted completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lora_rl.config import RunConfig
+from lora_rl.data import PromptSource, load_tokenizer
+from lora_rl.rollout.source import Generator
+from lora_rl.rollout.types import Rollout, StopReason, TrainBatch, build_train_batch
+from lora_rl.sync.errors import SyncError
+from lora_rl.track import Console, PhaseTimer, RunRecorder, read_metrics
+from lora_rl.train.grpo import (
+    drop_constant_groups,
+    group_advantages_of,
+    is_validation_step,
+    minibatches,
+    number_of_steps,
+    rollout_metrics,
+    to_sample,
+    tokens_per_phase,
+    train,
+)
+from lora_rl.train.job import Job
+from lora_rl.train.weights import check_drift, parity_tolerance
+from tests.support.configs import tiny_config
+from tests.support.rollouts import ScriptedEngines, completion, prompt, rollout
+
+
+@pytest.fixture(scope="module")
+def config(models: dict[str, Path]) -> RunConfig:
+    return tiny_config(models["tied"])
+
+
+def with_grpo(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"grpo": config.grpo.model_copy(update=changes)})
+
+
+# Group 0 is half right, group 1 all wrong, group 2 all right.
+ROLLOUTS = [
+    rollout(g, s, reward) for g, rewards in enumerate([(1, 0), (0, 0), (1, 1)]) for s, reward in enumerate(rewards)
+]
+
+
+def kept_groups(rollouts: Sequence[Rollout], config: RunConfig) -> tuple[list[int], list[float]]:
+    kept, values = drop_constant_groups(rollouts, group_advantages_of(rollouts, config), config)
+    return [r.group_id for r in kept], values
+
+
+def test_groups_without_variance_are_dropped_or_kept(config: RunConfig) -> None:
+    assert with_grpo(config, drop_zero_variance_groups=True).grpo.drop_zero_variance_groups
+    groups, values = kept_groups(ROLLOUTS, with_grpo(config, drop_zero_variance_groups=True))
+    assert groups == [0, 0]
+    assert values == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-4)
+    groups, values = kept_groups(ROLLOUTS, with_grpo(config, drop_zero_variance_groups=False))
+    assert groups == [0, 0, 1, 1, 2, 2]
+    assert values[2:] == [0.0] * 4
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_only_constant_groups_leave_nothing_to_train(config: RunConfig, drop: bool) -> None:
+    assert kept_groups(ROLLOUTS[2:], with_grpo(config, drop_zero_variance_groups=drop)) == ([], [])
+
+
+def test_a_completion_without_tokens_counts_in_its_group_but_is_not_trained(config: RunConfig) -> None:
+    rollouts = [rollout(0, 0, 1.0), rollout(0, 1, 0.0, token_ids=()), rollout(0, 2, 0.0)]
+    groups, values = kept_groups(rollouts, config)
+    assert groups == [0, 0]
+    assert values == kept_groups([rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(0, 2, 0.0)], config)[1][::2]
+
+
+def test_advantages_follow_the_configuration(config: RunConfig) -> None:
+    rollouts = [rollout(0, n, reward) for n, reward in enumerate((1.0, 0.0, 0.0, 0.0))]
+
+    def values(normalize: bool, leave_one_out: bool) -> list[float]:
+        changed = with_grpo(config, normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
+        return group_advantages_of(rollouts, changed).advantages.tolist()
+
+    assert values(False, False) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert values(False, True) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert values(True, False) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("per_step", "update_size", "kept", "sizes"),
+    [(16, 16, 16, [16]), (16, 4, 16, [4] * 4), (16, 4, 10, [2, 3, 3, 2]), (16, 4, 2, [1, 1]), (16, 8, 1, [1])],
+)
+def test_minibatches_cover_every_row_once(
+    models: dict[str, Path], per_step: int, update_size: int, kept: int, sizes: list[int]
+) -> None:
+    config = tiny_config(models["tied"], f"policy.train_global_batch_size={update_size}")
+    assert config.sequences_per_step == per_step
+    batch = build_train_batch([rollout(n, 0, 1.0) for n in range(kept)], [1.0] * kept)
+    parts = minibatches(batch, config)
+    assert [row for part in parts for row in part] == list(range(kept))
+    assert sorted(len(p) for p in parts) == sorted(sizes)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_validation_schedule(config: RunConfig) -> None:
+    def steps(period: int) -> list[int]:
+        return [n for n in range(1, 11) if is_validation_step(n, 10, with_grpo(config, val_period=period))]
+
+    assert steps(4) == [4, 8, 10]
+    assert steps(5) == [5, 10]
+    assert steps(0) == []
+    assert steps(100) == [10]
+
+
+def test_number_of_steps(config: RunConfig) -> None:
+    counts = {
+        epochs: number_of_steps(with_grpo(config, max_num_epochs=epochs), prompts=9) for epochs in (None, 1, 2, 99)
+    }
+    assert counts == {None: 10, 1: 3, 2: 5, 99: 10}
+
+
+def test_rollout_metrics_count_all_rollouts(config: RunConfig) -> None:
+    rollouts = [*ROLLOUTS, rollout(3, 0, 0.0, (4,) * 6, stop=StopReason.LENGTH), rollout(3, 1, 0.0)]
+    metrics = rollout_metrics(rollouts, group_advantages_of(rollouts, config))
+    assert metrics == {
+        "train/reward": 3 / 8,
+        "train/reward_std": pytest.approx(np.std([1, 0, 0, 0, 1, 1, 0, 0])),
+        "train/response_length": (7 * 2 + 6) / 8,
+        "train/truncated_share": 1 / 8,
+        "train/zero_variance_share": 3 / 4,
+        "reward/correct": 3 / 8,
+        "reward/wrong": 5 / 8,
+    }
+    assert tokens_per_phase(rollouts, rollouts[:2]) == {"generation": 20, "training": 8}
+    sample = to_sample(rollouts[6])
+    assert (sample.prompt, sample.expected, sample.reward) == ("p3", "7", 0.0)
+    assert "length" in sample.stop_reason
+
+
+def test_drift_is_an_error_only_where_equality_is_promised(models: dict[str, Path]) -> None:
+    check_drift({"token_mult_prob_error": 1.00009}, 1e-4)
+    check_drift({"token_mult_prob_error": 9.0}, None)
+    check_drift({}, 1e-4)
+    for error in (1.0002, float("nan")):
+        with pytest.raises(SyncError, match="the engine sampled with other weights"):
+            check_drift({"token_mult_prob_error": error}, 1e-4)
+    assert parity_tolerance(tiny_config(models["tied"])) == 1e-4
+    assert parity_tolerance(tiny_config(models["tied"], "policy.precision=bfloat16")) is None
+    assert parity_tolerance(tiny_config(models["tied"], "policy.generation.weight_sync.parity_tolerance=null")) is None
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RecordingPolicy:
+    """Stands where `PolicyGroup` does and keeps what it was asked to train on."""
+
+    trained: list[tuple[TrainBatch, list[list[int]]]] = field(default_factory=list)
+
+    def train(self, batch: TrainBatch, parts: list[list[int]]) -> dict[str, float]:
+        self.trained.append((batch, parts))
+        return {"loss": 0.25, "token_mult_prob_error": 1.0}
+
+
+@dataclass
+class RecordingWeights:
+    """Stands where `WeightSync` does."""
+
+    pushes: list[bool] = field(default_factory=list)
+
+    def push(self, *, after_update: bool) -> dict[str, float]:
+        self.pushes.append(after_update)
+        return {"sync/version": 1 + len(self.pushes)}
+
+
+@dataclass
+class Loop:
+    policy: RecordingPolicy
+    weights: RecordingWeights
+    engines: ScriptedEngines
+    records: list[dict[str, Any]]
+    output: str
+
+
+def run_loop(config: RunConfig, folder: Path, model: Path, answers: str) -> Loop:
+    """Three steps over prompts whose answer is 7; completion n of the run says the n-th of `answers`."""
+    tokenizer = load_tokenizer(model)
+    script = iter(answers * 1000)
+    engines = ScriptedEngines(lambda r: completion((*tokenizer.encode(next(script)), tokenizer.eos_token_id)))
+    policy, weights, timer = RecordingPolicy(), RecordingWeights(), PhaseTimer()
+    job = Job(
+        policy=policy,
+        engines=engines,
+        weights=weights,
+        generator=Generator(engines, tokenizer, config.grpo.seed),
+        prompts=PromptSource([prompt(str(n)) for n in range(50)]),
+        held_out=[prompt(f"held out {n}") for n in range(6)],
+        facts={"model/parameters": 5.0},
+    )
+    with (folder / "out.txt").open("w") as stream, RunRecorder(folder) as recorder:
+        console = Console("plain", 3, timer=timer, stream=stream)
+        with console:
+            train(job, config, console, recorder, timer)
+    return Loop(policy, weights, engines, read_metrics(recorder.path), (folder / "out.txt").read_text())
+
+
+@pytest.fixture
+def short(config: RunConfig) -> RunConfig:
+    return with_grpo(config, max_num_steps=3, val_period=2, val_batch_size=4, val_at_start=True)
+
+
+def test_the_loop_trains_pushes_validates_and_logs(short: RunConfig, models: dict[str, Path], tmp_path: Path) -> None:
+    loop = run_loop(short, tmp_path, models["tied"], "78")
+    assert [r["step"] for r in loop.records] == [0, 1, 2, 3]
+    assert loop.weights.pushes == [True] * 3
+    assert [len(batch) for batch, _ in loop.policy.trained] == [16] * 3
+    assert [parts for _, parts in loop.policy.trained] == [[list(range(16))]] * 3
+    assert [r.get("val/accuracy") for r in loop.records] == [0.5, None, 0.5, 0.5]
+    assert loop.records[0]["model/parameters"] == 5
+    assert [r["sync/version"] for r in loop.records[1:]] == [2, 3, 4]
+    assert all(r["train/reward"] == 0.5 and r["train/loss"] == 0.25 for r in loop.records[1:])
+    # Six held-out prompts in batches of four, with the same seeds each time.
+    validations = [asked for asked, _ in loop.engines.asked if len(asked) in (4, 2)]
+    assert [len(asked) for asked in validations] == [4, 2] * 3
+    assert validations[0] == validations[2] == validations[4]
+    training = [request for asked, _ in loop.engines.asked if len(asked) == 16 for request in asked]
+    assert len({request.seed for request in training}) == 48
+
+
+@pytest.mark.parametrize("answers", ["7", "8"])
+def test_a_step_without_signal_skips_the_optimizer_and_says_so(
+    short: RunConfig, models: dict[str, Path], tmp_path: Path, answers: str
+) -> None:
+    loop = run_loop(short, tmp_path, models["tied"], answers)
+    assert loop.policy.trained == []
+    assert loop.weights.pushes == []
+    # The console says a warning once and counts its repetitions.
+    assert loop.output.count("nothing to learn from, the optimizer step was skipped") == 1
+    assert "1 different, 3 in all" in loop.output
+    for record in loop.records[1:]:
+        assert record["train/zero_variance_share"] == 1.0
+        assert "train/loss" not in record
+        assert "sync/version" not in record
