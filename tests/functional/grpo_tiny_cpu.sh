@@ -8,7 +8,7 @@ trap 'rm -rf "$work"' EXIT
 run="$work/run"
 
 if ! RAY_TMPDIR="$work" uv run examples/run_grpo.py --config examples/configs/grpo_tiny_cpu.yaml \
-  grpo.num_prompts_per_step=16 grpo.max_num_steps=12 grpo.val_period=6 grpo.max_val_samples=128 \
+  grpo.num_prompts_per_step=32 policy.train_global_batch_size=64 grpo.max_num_steps=12 grpo.val_period=6 grpo.max_val_samples=128 \
   logger.console=plain "logger.log_dir=$run" >"$work/output" 2>&1; then
   tail -n 40 "$work/output"
   echo "FAIL   the run ended with an error"
@@ -25,7 +25,7 @@ uv run tests/functional/check_metrics.py "$run/metrics.jsonl" \
   "min(train/reward) > 0.2" \
   "mean(train/reward, -4, -1) > mean(train/reward, 1, 4) - 0.1" \
   "min(train/grad_norm) > 0" \
-  "last(train/lr) > first(train/lr)"
+  "max(train/lr) > first(train/lr)"
 
 failed=0
 for file in config.yaml learning_curve.png logs/rank_0.log logs/engine_0.log logs/ray.log \
