@@ -18,9 +18,8 @@ def main() -> int:
     parser.add_argument("--base", type=Path, help="base model directory; default: the one named in the adapter")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "base"), default="base", help="of merged weights")
     arguments = parser.parse_args()
-    from lora_rl.lora.peft_io import read_peft, write_peft
-
     from lora_rl.lora.export import export_merged
+    from lora_rl.lora.peft_io import read_peft, write_peft
 
     try:
         adapter = read_peft(arguments.adapter)

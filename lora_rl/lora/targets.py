@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 ADAPTABLE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
+# What they are made of in Hugging Face's models of the Llama and Qwen families.
+HF_LINEARS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    "output_layer": ("lm_head",),
+}
+
+
 class TargetError(ValueError):
     """A target module name that matches nothing, or must not be adapted."""
 
@@ -70,6 +80,17 @@ def select_targets(
         return {n for n in linears if any(matches(p, n) for p in patterns)}
     adaptable = [n for n in linears if n.rsplit(".", 1)[-1] in ADAPTABLE]
     return {n for n in adaptable if not any(matches(p, n) for p in excluded)}
+
+
+def hf_linears(patterns: Sequence[str], excluded: Sequence[str]) -> list[str]:
+    """Last names of the Hugging Face linears that `select_targets` may adapt; wildcards may make them fewer.
+
+    An engine that serves adapters is built for these only: it slows every linear that it prepares for one.
+    """
+    names = {p.rsplit(".", 1)[-1] for p in patterns}
+    if not names or any("*" in name for name in names):
+        names = {n for n in ADAPTABLE if n not in excluded} | (names & HF_LINEARS.keys())
+    return sorted(hf for name in names for hf in HF_LINEARS.get(name, ()))
 
 
 def adapter_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

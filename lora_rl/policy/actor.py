@@ -11,6 +11,7 @@ from lora_rl.track.logs import capture_to_file
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.rollout.types import TrainBatch
+    from lora_rl.sync.manifest import Transfer
 
 
 class PolicyActor:
@@ -80,8 +81,8 @@ class PolicyActor:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
-    def open_transfer(self) -> tuple[str, int] | None:
-        """Allocate the buffer for pushes; (path, bytes) on rank 0."""
+    def open_transfer(self) -> Transfer | None:
+        """Allocate the buffer for pushes; see `WeightSender.open`."""
         from functools import partial
 
         import torch
@@ -114,9 +115,19 @@ class PolicyActor:
         write_peft(Path(path), adapter, base_model=base_model)
         return True
 
+    def host(self) -> str:
+        """The Ray node this process runs on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
     def close_transfer_name(self) -> None:
         """Remove the buffer's file name: every engine worker has mapped it."""
         self._sender.close_name()
+
+    def payload(self) -> Any:
+        """The bytes of the last push, uint8, for an engine on another host."""
+        return self._sender.payload()
 
     def send(self, version: int, *, must_differ: bool) -> Any:
         """See `WeightSender.send`."""

@@ -27,9 +27,11 @@ def base_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         (name, tensor on the CPU in the base model's dtype).
     """
     with torch.no_grad():
-        yield from model.bridge.export_hf_weights(
+        for name, tensor in model.bridge.export_hf_weights(
             model.chunks, cpu=True, show_progress=False, merge_adapter_weights=False
-        )
+        ):
+            # The bridge marks the weights below an adapter as PEFT would.
+            yield name.replace(".base_layer.", "."), tensor
 
 
 @torch.no_grad()
@@ -180,7 +182,7 @@ def _parts(registry: Any, name: str) -> list[str]:
 def _whole_a(module: torch.nn.Module) -> torch.Tensor:
     """A [dim, in] of one adapter, put together from its tensor-parallel shards, as a copy. Collective."""
     weight = module.linear_in.weight
-    rank, size = _tp()
+    size = _tp()[1]
     if size == 1 or not getattr(weight, "tensor_model_parallel", False):
         return weight.detach().float().clone()
     from megatron.core import parallel_state

@@ -19,6 +19,7 @@ from lora_rl.algorithm import (
     split_microbatches,
 )
 from lora_rl.cluster.workers import Call, Worker, wait
+from lora_rl.sync.manifest import Transfer
 from lora_rl.sync.sender import Push
 
 if TYPE_CHECKING:
@@ -114,6 +115,23 @@ class PolicyGroup:
                 rows = shards[self.layout.coordinates(rank)[2]]
                 out[rows, : values.shape[1]] = values
         return out
+
+    def open_transfer(self) -> tuple[Transfer, str]:
+        """Allocate the buffer for pushes on rank 0; what engines must know of it, and rank 0's host."""
+        doing = "start-up: allocating the transfer buffer"
+        timeout = self.config.cluster.startup_timeout_s
+        transfer = wait([w.call("open_transfer") for w in self.workers], timeout_s=timeout, doing=doing)[0]
+        [host] = wait([self.workers[0].call("host")], timeout_s=timeout, doing=doing)
+        return transfer, host
+
+    def close_transfer_name(self) -> None:
+        """Remove the buffer's file name: every engine has mapped it."""
+        timeout = self.config.cluster.startup_timeout_s
+        wait([self.workers[0].call("close_transfer_name")], timeout_s=timeout, doing="start-up: opening the transfer")
+
+    def payload(self) -> Any:
+        """A Ray reference to the bytes of the last push, for engines on other hosts."""
+        return self.workers[0].call("payload").ref
 
     def send(self, version: int, *, must_differ: bool) -> Push:
         """Write the weights of `version` where the engines read them."""

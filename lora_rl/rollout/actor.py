@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lora_rl.rollout.engine import EngineSettings
     from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
+    from lora_rl.sync.manifest import Transfer
 
 
 class EngineActor:
@@ -40,10 +44,28 @@ class EngineActor:
         """See `Engine.score`."""
         return self.engine.score(sequences)
 
-    def open_transfer(self, path: str, nbytes: int) -> None:
+    def open_transfer(self, transfer: Transfer) -> None:
         """See `Engine.open_transfer`."""
-        self.engine.open_transfer(path, nbytes)
+        self.engine.open_transfer(transfer)
 
-    def load_push(self, manifest: dict[str, Any]) -> Any:
-        """See `Engine.load_push`."""
+    def open_relay(self, transfer: Transfer) -> None:
+        """Like `open_transfer` where the trainer is on another host: its bytes come with each push."""
+        from lora_rl.sync.shared_memory import SharedBuffer
+
+        self._relay = SharedBuffer.create(transfer.nbytes)
+        try:
+            self.engine.open_transfer(replace(transfer, path=str(self._relay.path)))
+        finally:
+            self._relay.unlink()
+
+    def host(self) -> str:
+        """The Ray node this process runs on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def load_push(self, manifest: dict[str, Any], payload: np.ndarray | None = None) -> Any:
+        """See `Engine.load_push`; `payload` is the content of the trainer's buffer where that is on another host."""
+        if payload is not None:
+            self._relay.bytes.numpy()[:] = payload
         return self.engine.load_push(manifest)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from lora_rl.lora.peft_io import PeftAdapter, write_peft
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import Manifest, SyncReport, pair_adapters
-from lora_rl.sync.reading import read_tensors
+from lora_rl.sync.manifest import Manifest, SyncReport, Transfer, pair_adapters
+from lora_rl.sync.reading import read_push
 from lora_rl.sync.shared_memory import SharedBuffer, memory_folder
 
 # Ranks vLLM has kernels for (`vllm.config.lora.MaxLoRARanks`); an adapter is served at the next one up.
@@ -98,8 +97,15 @@ class NativeAdapters:
         self._llm = llm
         self._versions = AdapterVersions(capacity)
         self._requests: dict[int, Any] = {}
+        self._buffer: SharedBuffer | None = None
+        self._names: set[str] = set()
 
-    def load(self, manifest: Manifest, buffer: SharedBuffer | None, base_model: str) -> SyncReport:
+    def open(self, transfer: Transfer) -> None:
+        """Map the trainer's buffer."""
+        self._buffer = SharedBuffer(Path(transfer.path), transfer.nbytes)
+        self._names = set(transfer.names)
+
+    def load(self, manifest: Manifest, base_model: str) -> SyncReport:
         """Load one push as adapter `manifest.version`.
 
         vLLM loads adapters from PEFT directories only; this one lives in memory, for the length of the call.
@@ -109,11 +115,9 @@ class NativeAdapters:
         """
         from vllm.lora.request import LoRARequest
 
-        if buffer is None:
-            raise SyncError("a push arrived before the transfer was opened")
+        tensors = read_push(self._buffer, manifest, self._names)
         for old in self._versions.publish(manifest.version):
             self._unload(old)
-        tensors: dict[str, torch.Tensor] = read_tensors(buffer, manifest)
         adapter = PeftAdapter(pair_adapters(tensors, manifest.scales))
         with memory_folder() as folder:
             path = folder / "adapter"

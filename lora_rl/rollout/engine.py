@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import Manifest, SyncReport, check_reports
-from lora_rl.sync.shared_memory import SharedBuffer
+from lora_rl.sync.manifest import Manifest, SyncReport, Transfer, check_reports
 from lora_rl.sync.vllm_plugin import SHARED_MEMORY_BACKEND, register
 
 
@@ -31,6 +30,7 @@ class EngineSettings:
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         num_threads: OpenMP threads (CPU).
         adapter_rank: rank of adapters to serve natively; 0 when weights are merged.
+        adapter_modules: last names of the linears that adapters may be on.
         max_adapters: adapter versions that may be loaded at once.
         seed: engine seed; requests carry their own.
     """
@@ -51,6 +51,7 @@ class EngineSettings:
     num_threads: int
     seed: int
     adapter_rank: int = 0
+    adapter_modules: tuple[str, ...] = ()
     max_adapters: int = 2
 
 
@@ -92,6 +93,7 @@ class Engine:
             options["max_num_batched_tokens"] = settings.max_num_batched_tokens
         if settings.adapter_rank:
             options |= {"enable_lora": True, "max_lora_rank": engine_rank(settings.adapter_rank)}
+            options |= {"lora_target_modules": list(settings.adapter_modules)}
             options |= {"max_loras": settings.max_adapters, "max_cpu_loras": settings.max_adapters}
         if settings.platform == "cpu":
             options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
@@ -115,7 +117,6 @@ class Engine:
         )
         self.weight_version = 0
         self._settings = settings
-        self._buffer: SharedBuffer | None = None
         self._adapters = NativeAdapters(self.llm, settings.max_adapters) if settings.adapter_rank else None
 
     # -- generation --------------------------------------------------------------------------------------------
@@ -177,12 +178,12 @@ class Engine:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
-    def open_transfer(self, path: str, nbytes: int) -> None:
+    def open_transfer(self, transfer: Transfer) -> None:
         """Map the trainer's shared buffer in every worker."""
         if self._adapters is not None:
-            self._buffer = SharedBuffer(Path(path), nbytes)
+            self._adapters.open(transfer)
         else:
-            self.llm.init_weight_transfer_engine({"init_info": {"path": path, "nbytes": nbytes}})
+            self.llm.init_weight_transfer_engine({"init_info": asdict(transfer)})
 
     def load_push(self, manifest: dict[str, Any]) -> list[SyncReport]:
         """Replace the weights by a push and prove it.
@@ -197,7 +198,7 @@ class Engine:
         """
         push = Manifest.from_dict(manifest)
         if self._adapters is not None:
-            reports = [self._adapters.load(push, self._buffer, self._settings.model)]
+            reports = [self._adapters.load(push, self._settings.model)]
             self.llm.update_weight_version(str(push.version))
         else:
             self.llm.start_weight_update()

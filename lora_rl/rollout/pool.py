@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rl.cluster.workers import Worker, wait
-from lora_rl.sync.manifest import Manifest, SyncReport
+from lora_rl.sync.errors import SyncError
+from lora_rl.sync.manifest import Manifest, SyncReport, Transfer
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -38,9 +39,11 @@ def start_engines(config: RunConfig, layout: Layout, logs: Path, options: Sequen
 
 def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
     """The configuration's engine section, with everything derived filled in."""
+    from lora_rl.lora.targets import hf_linears
     from lora_rl.rollout.engine import EngineSettings
 
     policy, vllm = config.policy, config.policy.generation.vllm_cfg
+    peft, native = policy.megatron_cfg.peft, policy.generation.weight_sync.mode == "adapter"
     return EngineSettings(
         model=policy.model_name,
         tokenizer=policy.tokenizer_name,
@@ -57,7 +60,8 @@ def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
         load_format=vllm.load_format,
         num_threads=layout.threads_per_engine,
         seed=config.grpo.seed,
-        adapter_rank=policy.megatron_cfg.peft.dim if policy.generation.weight_sync.mode == "adapter" else 0,
+        adapter_rank=peft.dim if native else 0,
+        adapter_modules=tuple(hf_linears(peft.target_modules, peft.exclude_modules)) if native else (),
     )
 
 
@@ -67,6 +71,7 @@ class EnginePool:
     def __init__(self, workers: Sequence[Worker], *, timeout_s: float) -> None:
         self.workers, self._timeout = list(workers), timeout_s
         self.weight_version = 0
+        self._relayed: list[Worker] = []
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSettings) -> list[Completion]:
         """One completion per request, in order. Requests are dealt in contiguous runs, so that the samples of one
@@ -91,9 +96,43 @@ class EnginePool:
         calls = [w.call("score", list(sequences)) for w in self.workers]
         return wait(calls, timeout_s=self._timeout, doing="scoring the probe prompts")
 
-    def load(self, manifest: Manifest) -> list[SyncReport]:
-        """Load a push into every engine; all of their workers' reports."""
-        calls = [w.call("load_push", manifest.to_dict()) for w in self.workers]
+    def open_transfer(self, transfer: Transfer, host: str, transport: str) -> None:
+        """Connect every engine to the trainer's buffer.
+
+        Args:
+            transfer: from the sending rank.
+            host: Ray node of the sending rank.
+            transport: `shared_memory` maps the buffer, `object_store` copies each push through Ray's object store;
+                `auto` maps it on the trainer's host and copies elsewhere.
+
+        Raises:
+            SyncError: `shared_memory`, but an engine is on another host.
+        """
+        doing = "start-up: opening the transfer"
+        hosts = wait([w.call("host") for w in self.workers], timeout_s=self._timeout, doing=doing)
+        elsewhere = [w for w, engine_host in zip(self.workers, hosts, strict=True) if engine_host != host]
+        if elsewhere and transport == "shared_memory":
+            raise SyncError(
+                "policy.generation.weight_sync.transport: shared_memory reaches only the trainer's host, and "
+                f"{', '.join(w.name for w in elsewhere)} run elsewhere; use auto or object_store"
+            )
+        self._relayed = self.workers if transport == "object_store" else elsewhere
+        calls = [w.call("open_relay" if w in self._relayed else "open_transfer", transfer) for w in self.workers]
+        wait(calls, timeout_s=self._timeout, doing=doing)
+
+    @property
+    def needs_payload(self) -> bool:
+        """Whether `load` must be given the bytes: some engine does not map the trainer's buffer."""
+        return bool(self._relayed)
+
+    def load(self, manifest: Manifest, payload: Any = None) -> list[SyncReport]:
+        """Load a push into every engine; all of their workers' reports.
+
+        Args:
+            payload: Ray reference to the push's bytes, if `needs_payload`.
+        """
+        push = manifest.to_dict()
+        calls = [w.call("load_push", push, *([payload] if w in self._relayed else [])) for w in self.workers]
         reports = wait(calls, timeout_s=self._timeout, doing="loading weights into the engines")
         self.weight_version = manifest.version
         return [report for engine in reports for report in engine]

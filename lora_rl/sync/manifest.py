@@ -9,12 +9,26 @@ from typing import Any, Literal
 
 import torch
 
-from lora_rl.lora.merge import AdapterTensors, Fidelity
+from lora_rl.lora.merge import AdapterTensors, Fidelity, Rounding
 from lora_rl.sync.errors import SyncError
 
 SyncMode = Literal["merged", "adapter_merge", "adapter"]
-Rounding = Literal["nearest", "stochastic"]
 LORA_A, LORA_B = ".lora_A", ".lora_B"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a receiver needs to know before the first push.
+
+    Attributes:
+        path: of the buffer the sending rank writes, on its host.
+        nbytes: size of the buffer.
+        names: the tensors that every push must consist of.
+    """
+
+    path: str
+    nbytes: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,8 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Payload in bytes, alignment gaps not counted."""
-        return sum(entry.nbytes for entry in self.entries)
+        """Payload in bytes: a matrix that several entries share counts once, alignment gaps do not."""
+        return sum({entry.offset: entry.nbytes for entry in self.entries}.values())
 
     @property
     def digest(self) -> str:
@@ -132,7 +146,7 @@ def check_names(received: Iterable[str], expected: Iterable[str], *, optional: I
         raise SyncError(f"the pushed tensors are not the model's: {'; '.join(problems)}")
 
 
-def check_reports(manifest: Manifest, reports: Sequence[SyncReport]) -> None:
+def check_reports(manifest: Manifest, reports: Sequence[SyncReport | None]) -> None:
     """Compare what every worker echoed with what was sent.
 
     Raises:
@@ -142,7 +156,7 @@ def check_reports(manifest: Manifest, reports: Sequence[SyncReport]) -> None:
         raise SyncError(f"no engine worker reported on weight version {manifest.version}")
     want = SyncReport(manifest.version, manifest.digest, len(manifest.entries), manifest.nbytes)
     for worker, report in enumerate(reports):
-        if replace(report, fidelity=None) != want:
+        if report is None or replace(report, fidelity=None) != want:
             raise SyncError(f"engine worker {worker} holds {report}, but the trainer sent {want}")
 
 

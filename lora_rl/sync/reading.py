@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import Manifest, checksum
+from lora_rl.sync.manifest import Manifest, check_names, checksum
 from lora_rl.sync.shared_memory import SharedBuffer
 
 
-def read_tensors(buffer: SharedBuffer, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Copies of a push's tensors, each checked against the trainer's checksum.
+def read_push(buffer: SharedBuffer | None, manifest: Manifest, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Copies of a push's tensors (the next push reuses the buffer), each checked against the trainer's checksum.
+
+    Args:
+        buffer: None when no transfer was opened.
+        names: what the push must consist of.
 
     Raises:
-        SyncError: bytes that are not what the trainer wrote, naming the tensor.
+        SyncError: missing, unexpected or repeated names; bytes that are not what the trainer wrote.
     """
+    if buffer is None:
+        raise SyncError(f"the push of weight version {manifest.version} arrived before the transfer was opened")
+    check_names([entry.name for entry in manifest.entries], names)
     tensors = {}
     for entry in manifest.entries:
         tensor = buffer.view(entry.offset, entry.shape, getattr(torch, entry.dtype)).clone()

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from lora_rl.lora.merge import Fidelity, merge, seed_for
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest, SyncReport, check_names, pair_adapters
-from lora_rl.sync.reading import read_tensors
+from lora_rl.sync.reading import read_push
 from lora_rl.sync.shared_memory import SharedBuffer
 
 TIED_OUTPUT = "lm_head.weight"
@@ -32,10 +32,11 @@ TIED_OUTPUT = "lm_head.weight"
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Where the trainer writes: path and size in bytes of the shared buffer."""
+    """Path and size in bytes of the shared buffer, and the names every push must consist of."""
 
     path: str
     nbytes: int
+    names: list[str]
 
 
 @dataclass
@@ -54,6 +55,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._buffer: SharedBuffer | None = None
+        self._names: set[str] = set()
         self.report: SyncReport | None = None
         self._checkpoint = Checkpoint.open(self.model_config.model)
         self._reloaded: list[torch.nn.Module] = []
@@ -61,6 +63,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         """Map the trainer's buffer."""
         self._buffer = SharedBuffer(Path(init_info.path), init_info.nbytes)
+        self._names = set(init_info.names)
 
     def start_weight_update(self) -> None:
         """Nothing yet: which layers are replaced is only known from the manifest."""
@@ -81,7 +84,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
                 parameters that should have been replaced and were not.
         """
         manifest = Manifest.from_dict(update_info.manifest)
-        tensors = self._read(manifest)
+        tensors = read_push(self._buffer, manifest, self._names)
         parts: list[Fidelity] = []
         if manifest.mode == "merged":
             self._replace_all(tensors)
@@ -108,13 +111,6 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
 
-    def _read(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """The push's tensors, copied out of the buffer, which the next push reuses."""
-        if self._buffer is None:
-            raise SyncError("a push arrived before init_weight_transfer_engine")
-        check_names([entry.name for entry in manifest.entries], {entry.name for entry in manifest.entries})
-        return read_tensors(self._buffer, manifest)
-
     def _replace_all(self, tensors: dict[str, torch.Tensor]) -> None:
         # A tied output layer is the embedding: it may be named or not, and vLLM does not load it separately.
         optional = {TIED_OUTPUT} if self._tied() else set()
@@ -127,7 +123,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
         """Merge in float32 into the checkpoint's tensors, and replace exactly the engine modules that changed.
 
         A fused engine module (qkv_proj, gate_up_proj) is replaced as a whole, so the parts of it that have no
-        adapter come along from the checkpoint.
+        adapter, and all biases, come along from the checkpoint.
         """
         if self._checkpoint is None:
             raise SyncError("mode adapter_merge reads the base weights from a local safetensors checkpoint")
@@ -141,9 +137,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
             dtype = self.model_config.dtype
             replaced[name], part = merge(base, adapters.get(module), dtype=dtype, rounding=manifest.rounding, seed=seed)
             parts.append(part)
+            if f"{module}.bias" in self._checkpoint.names:
+                replaced[f"{module}.bias"] = self._checkpoint.read(f"{module}.bias")
+        expected = set()
         for target in targets:
-            self._reload(self.model.get_submodule(target))
-        self._load(replaced, {f"{target}.weight" for target in targets})
+            engine_module = self.model.get_submodule(target)
+            expected |= {f"{target}.{name}" for name, _ in engine_module.named_parameters()}
+            self._reload(engine_module)
+        self._load(replaced, expected)
 
     def _reload(self, module: torch.nn.Module) -> None:
         """Linear weights are fused, sharded or repacked after loading; vLLM restores the loadable form by layer."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from lora_rl.lora.merge import AdapterTensors, Fidelity, merge, seed_for
+from lora_rl.lora.merge import AdapterTensors, Fidelity, Rounding, merge, seed_for
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import LORA_A, LORA_B, Manifest, Rounding, SyncMode, TensorEntry, checksum
+from lora_rl.sync.manifest import LORA_A, LORA_B, Manifest, SyncMode, TensorEntry, Transfer, checksum
 from lora_rl.sync.shared_memory import SharedBuffer, aligned
 
 BaseWeights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -23,10 +24,12 @@ class Push:
     Attributes:
         manifest: what the engines must echo.
         fidelity: what the cast delivered of the update; None where the engines merge and measure it.
+        sent_bytes: payload that differs from the last push; the rest did not have to travel.
     """
 
     manifest: Manifest
     fidelity: Fidelity | None
+    sent_bytes: int
 
 
 @dataclass
@@ -38,7 +41,7 @@ class WeightSender:
     Attributes:
         mode: `merged` sends full Hugging Face tensors, the others only A and B.
         base: starts a fresh pass over the base model's Hugging Face tensors; collective over the ranks.
-        adapters: the adapters by Hugging Face module name; collective over the ranks.
+        adapters: float32 copies of the adapters by Hugging Face module name; collective over the ranks.
         is_sender: whether this rank writes the buffer.
         dtype: the engine's weight type; merged tensors are cast to it once, here.
         rounding: of that cast.
@@ -55,24 +58,31 @@ class WeightSender:
     _buffer: SharedBuffer | None = field(default=None, init=False, repr=False)
     _last: Manifest | None = field(default=None, init=False, repr=False)
 
-    def open(self) -> tuple[str, int] | None:
+    def open(self) -> Transfer | None:
         """Allocate the buffer for this model's size. Collective.
 
         Returns:
-            (path, bytes) for the engine on the sending rank, None on the others.
+            What the engines must know, on the sending rank; None on the others.
         """
-        size = 0
-        for _, tensor, dtype in self._plain_tensors():
+        size, names = 0, []
+        for name, tensor, dtype in self._plain_tensors():
             size = aligned(size) + tensor.numel() * dtype.itemsize
+            names.append(name)
         if not self.is_sender:
             return None
         self._buffer = SharedBuffer.create(size)
-        return str(self._buffer.path), len(self._buffer.bytes)
+        return Transfer(str(self._buffer.path), len(self._buffer.bytes), tuple(names))
 
     def close_name(self) -> None:
         """Remove the buffer's file name once every engine worker has mapped it."""
         if self._buffer is not None:
             self._buffer.unlink()
+
+    def payload(self) -> np.ndarray:
+        """The buffer's bytes, uint8, shared and not copied: read before the next push."""
+        if self._buffer is None:
+            raise RuntimeError("there is no payload before open")
+        return self._buffer.bytes.numpy()
 
     def send(self, version: int, *, must_differ: bool) -> Push | None:
         """Write the weights of `version` into the buffer. Collective; everything is read before it returns.
@@ -97,8 +107,10 @@ class WeightSender:
         scales = {} if merging else {name: adapter.scale for name, adapter in adapters.items()}
         manifest = Manifest(version, entries, self.mode, scales, self.rounding, self.seed)
         self._check_changed(manifest, must_differ)
+        known = set() if self._last is None else set(self._last.entries)
+        sent = {entry.offset: entry.nbytes for entry in entries if entry not in known}
         self._last = manifest
-        return Push(manifest, sum(parts, Fidelity.zero()) if merging else None)
+        return Push(manifest, sum(parts, Fidelity.zero()) if merging else None, sum(sent.values()))
 
     def _merged(
         self, adapters: dict[str, AdapterTensors], version: int, parts: list[Fidelity]
@@ -117,13 +129,24 @@ class WeightSender:
             raise SyncError(f"adapters on modules the base model does not have: {', '.join(sorted(unused))}")
 
     def _write_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[TensorEntry]:
-        """Exhaust the tensors on every rank, and write them on the sending one."""
+        """Exhaust the tensors on every rank, and write them on the sending one.
+
+        Parts of a fused linear share their A: the same tensor given again is not written again.
+        """
         offset = 0
+        written: dict[int, tuple[torch.Tensor, TensorEntry]] = {}
         for name, tensor in tensors:
-            if self.is_sender:
-                entry = self._write(name, tensor, aligned(offset))
-                offset = entry.offset + entry.nbytes
-                yield entry
+            if not self.is_sender:
+                continue
+            if (same := written.get(id(tensor))) is not None:
+                yield replace(same[1], name=name)
+                continue
+            entry = self._write(name, tensor, aligned(offset))
+            offset = entry.offset + entry.nbytes
+            if self.mode != "merged":
+                # Kept, so that its identity is not given to another tensor.
+                written[id(tensor)] = (tensor, entry)
+            yield entry
 
     def _plain_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
         if self.mode == "merged":
@@ -151,5 +174,5 @@ class WeightSender:
 
 def _factors(adapters: dict[str, AdapterTensors]) -> Iterator[tuple[str, torch.Tensor]]:
     for module in sorted(adapters):
-        yield module + LORA_A, adapters[module].a.float()
-        yield module + LORA_B, adapters[module].b.float()
+        yield module + LORA_A, adapters[module].a
+        yield module + LORA_B, adapters[module].b

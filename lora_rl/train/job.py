@@ -79,8 +79,8 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
     """
     if config.cluster.num_nodes > 1:
         raise ValueError(
-            f"cluster.num_nodes={config.cluster.num_nodes}: weights travel through one machine's shared memory in this "
-            "version, so every rank and engine must be on it; set it to 1"
+            f"cluster.num_nodes={config.cluster.num_nodes}: every rank must be on one machine in this version; set it "
+            "to 1"
         )
     tokenizer, prompts, held_out = load_data(config)
     logs = run_dir / "logs"
@@ -116,10 +116,15 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
 
         policy = PolicyGroup(config, layout, rank_workers)
         engines = EnginePool(engine_workers, timeout_s=config.cluster.step_timeout_s)
-        weights = WeightSync(policy, engines, config.policy.generation.weight_sync)
+        weights = WeightSync(policy, engines, config.policy.generation.weight_sync, console.warn)
         with console.startup("weights") as task:
             task.update("opening the transfer")
-            _open_transfer(config.cluster.startup_timeout_s, rank_workers, engine_workers)
+            transfer, host = policy.open_transfer()
+            try:
+                engines.open_transfer(transfer, host, config.policy.generation.weight_sync.transport)
+            finally:
+                # Whatever happens now, no file is left behind.
+                policy.close_transfer_name()
             task.update("first push")
             facts = weights.push(after_update=False)
             tolerance = parity_tolerance(config)
@@ -176,17 +181,3 @@ def _build(config: RunConfig, console: Console, engines: list[Worker], ranks: li
         config.policy.megatron_cfg.tensor_model_parallel_size * config.policy.megatron_cfg.pipeline_model_parallel_size
     )
     return {key: sum(d[key] for d in described) / replicas for key in ("parameters", "trainable")}
-
-
-def _open_transfer(timeout: float, ranks: list[Worker], engines: list[Worker]) -> None:
-    """Map one buffer on both sides, then remove its name so that nothing is left behind whatever happens."""
-    calls = [w.call("open_transfer") for w in ranks]
-    path, nbytes = wait(calls, timeout_s=timeout, doing="start-up: allocating the transfer buffer")[0]
-    try:
-        wait(
-            [w.call("open_transfer", path, nbytes) for w in engines],
-            timeout_s=timeout,
-            doing="start-up: mapping the transfer buffer",
-        )
-    finally:
-        wait([ranks[0].call("close_transfer_name")], timeout_s=timeout, doing="start-up: mapping the transfer buffer")

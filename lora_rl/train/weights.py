@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,14 +18,19 @@ if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.config.schema import WeightSyncConfig
 
-logger = logging.getLogger(__name__)
-
 
 class WeightSync:
     """Counts weight versions and moves them. Version 0 is what the engines loaded from disk."""
 
-    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: WeightSyncConfig) -> None:
-        self._policy, self._engines, self._settings = policy, engines, settings
+    def __init__(
+        self, policy: PolicyGroup, engines: EnginePool, settings: WeightSyncConfig, warn: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            settings: rounding, thresholds.
+            warn: shows a warning to the user.
+        """
+        self._policy, self._engines, self._settings, self._warn = policy, engines, settings, warn
         self.version = 0
 
     def push(self, *, after_update: bool) -> dict[str, float]:
@@ -36,8 +40,8 @@ class WeightSync:
             after_update: an optimizer step lies between this push and the last, so the payload must differ.
 
         Returns:
-            `sync/version`, `sync/bytes`, `sync/seconds`, `sync/tensors`, and where weights are merged
-            `sync/delta_norm`, `sync/retention`, `sync/relative_error`, `sync/changed_fraction`.
+            `sync/version`, `sync/bytes` (of tensors that changed), `sync/seconds`, `sync/tensors`, and where weights
+            are merged `sync/delta_norm`, `sync/retention`, `sync/relative_error`, `sync/changed_fraction`.
 
         Raises:
             SyncError: an engine does not hold exactly what was sent, nothing changed although it should have, or
@@ -45,7 +49,8 @@ class WeightSync:
         """
         start = time.perf_counter()
         push = self._policy.send(self.version + 1, must_differ=after_update)
-        reports = self._engines.load(push.manifest)
+        payload = self._policy.payload() if self._engines.needs_payload else None
+        reports = self._engines.load(push.manifest, payload)
         self.version = push.manifest.version
         # Where the engines merged, each of their workers measured the same update; one of them speaks for all.
         fidelity = push.fidelity or reports[0].fidelity
@@ -53,7 +58,7 @@ class WeightSync:
         self._check_retention(measured)
         return {
             "sync/version": self.version,
-            "sync/bytes": push.manifest.nbytes,
+            "sync/bytes": push.sent_bytes,
             "sync/tensors": len(push.manifest.entries),
             "sync/seconds": time.perf_counter() - start,
             **measured,
@@ -63,14 +68,15 @@ class WeightSync:
         least, retention = self._settings.min_retention, measured.get("sync/retention")
         if least is None or retention is None or retention >= least:
             return
-        message = (
-            f"weight version {self.version}: {retention:.1%} of the update survived the cast to the engine's weight "
-            f"type, less than policy.generation.weight_sync.min_retention {least:.1%}; rounding: stochastic, or mode: "
-            "adapter, keeps small updates"
+        # Without numbers that change from step to step, so that the console shows it once.
+        problem = (
+            f"less of the update survived the cast to the engine's weight type than "
+            f"policy.generation.weight_sync.min_retention {least:.1%} (see sync/retention); rounding: stochastic, or "
+            "mode: adapter, keeps small updates"
         )
         if self._settings.on_low_retention == "stop":
-            raise SyncError(message)
-        logger.warning(message)
+            raise SyncError(f"weight version {self.version}: retention {retention:.2%}: {problem}")
+        self._warn(problem)
 
     def check_parity(self, probes: Sequence[tuple[int, ...]], tolerance: float) -> float:
         """Compare trainer and engines on given token sequences.

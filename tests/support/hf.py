@@ -36,6 +36,49 @@ def hf_logprobs(model: torch.nn.Module, batch: TrainBatch, temperature: float = 
     return torch.stack(rows)
 
 
+def hf_adapters(
+    adapters: Mapping[str, tuple[np.ndarray, np.ndarray]], config
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B by Hugging Face module name, from those of the fused Megatron linears."""
+    result = {}
+    for name, (a, b) in adapters.items():
+        layer, linear = name.split(".")[2], name.rsplit(".", 1)[-1]
+        for module, rows in _split(torch.from_numpy(b), linear, config).items():
+            result[f"model.layers.{layer}.{module}"] = (torch.from_numpy(a), rows)
+    return result
+
+
+def _split(b: torch.Tensor, linear: str, config) -> dict[str, torch.Tensor]:
+    if linear == "linear_proj":
+        return {"self_attn.o_proj": b}
+    if linear == "linear_fc2":
+        return {"mlp.down_proj": b}
+    if linear == "linear_fc1":
+        gate, up = b.chunk(2)
+        return {"mlp.gate_proj": gate, "mlp.up_proj": up}
+    groups = config.num_key_value_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    by_group = b.reshape(groups, -1, head, b.shape[1])
+    parts = {"q": by_group[:, :-2], "k": by_group[:, -2:-1], "v": by_group[:, -1:]}
+    return {f"self_attn.{part}_proj": rows.reshape(-1, b.shape[1]) for part, rows in parts.items()}
+
+
+def peft_model(
+    folder: Path, adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], alpha: float, rank: int
+) -> torch.nn.Module:
+    """The checkpoint with these adapters in Hugging Face's own PEFT, not merged."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(adapters))
+    model = get_peft_model(load_hf(folder), config).eval()
+    with torch.no_grad():
+        for name, (a, b) in adapters.items():
+            module = model.get_submodule(f"base_model.model.{name}")
+            module.lora_A["default"].weight.copy_(a)
+            module.lora_B["default"].weight.copy_(b)
+    return model
+
+
 def completion_mask(batch: TrainBatch) -> np.ndarray:
     """bool [B, T]."""
     time = np.arange(batch.token_ids.shape[1])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from lora_rl.config import RunConfig
     from lora_rl.policy.trainer import PolicyRank
+    from lora_rl.sync.sender import WeightSender
 
 # Half of the standard deviation 1: the adapters then move the logits by more than the base model spreads them.
 LARGE_B = 0.5
@@ -93,10 +94,9 @@ def fingerprint(rank: PolicyRank) -> str:
 
 
 def exported(rank: PolicyRank) -> dict[str, np.ndarray]:
-    """Merged Hugging Face weights. Collective."""
-    from lora_rl.policy.export import merged_weights
-
-    return {name: tensor.float().numpy().copy() for name, tensor in merged_weights(rank.model)}
+    """Hugging Face weights as Megatron-Bridge itself merges them: the reference for our merge. Collective."""
+    weights = rank.model.bridge.export_hf_weights(rank.model.chunks, cpu=True, show_progress=False)
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in weights}
 
 
 @dataclass
@@ -106,6 +106,7 @@ class Survey:
     Attributes:
         initial: adapters as the configuration starts them, with `initial_logprobs`, `initial_reference`.
         adapters, logprobs, reference, weights: after B was overwritten by large random values.
+        sent: a push of these in mode `merged`, where this rank sends.
         base_weights: exported with B = 0.
         gradients: of the step described in `survey`.
     """
@@ -118,7 +119,7 @@ class Survey:
     logprobs_tempered: np.ndarray
     reference: np.ndarray
     weights: dict[str, np.ndarray]
-    digest: str | None
+    sent: Recorded | None
     base_weights: dict[str, np.ndarray]
     unchanged_by_exports: bool
     gradients: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -144,9 +145,10 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
     randomise_b(rank, LARGE_B)
     before = fingerprint(rank)
     weights = exported(rank)
-    for _ in range(exports - 1):
-        exported(rank)
-    digest = sent_digest(rank)
+    sender = new_sender(rank)
+    sent = record(sender, 1)
+    for version in range(2, exports + 1):
+        sender.send(version, must_differ=False)
     unchanged = fingerprint(rank) == before
     logprobs = [rank.logprobs(batch, cuts[0], temperature=t) for t in (1.0, None)]
     reference = rank.logprobs(batch, cuts[0], reference=True)
@@ -170,7 +172,7 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
         logprobs_tempered=logprobs[1],
         reference=reference,
         weights=weights,
-        digest=digest,
+        sent=sent,
         base_weights=base,
         unchanged_by_exports=unchanged,
         gradients=gradients,
@@ -179,22 +181,91 @@ def survey(config: RunConfig, batch_seed: int, exports: int) -> Survey | None:
     )
 
 
-def sent_digest(rank: PolicyRank) -> str | None:
-    """Digest of the manifest that the real sender makes of this model; None on ranks that do not send. Collective."""
+@dataclass(frozen=True)
+class Recorded:
+    """One push as the sending rank wrote it.
+
+    Attributes:
+        manifest: `Manifest.to_dict()`.
+        payload: the bytes of the shared buffer.
+        fidelity: metrics of the sender's merge; None where engines merge.
+    """
+
+    manifest: dict[str, Any]
+    payload: bytes
+    fidelity: dict[str, float] | None
+
+
+def new_sender(rank: PolicyRank, mode: str = "merged") -> WeightSender:
+    """The real sender of this model, opened, in float32. Collective."""
     from functools import partial
 
     import torch
     import torch.distributed as dist
 
-    from lora_rl.policy.export import merged_weights
-    from lora_rl.sync.sender import MergedSender
+    from lora_rl.policy.export import adapters, base_weights
+    from lora_rl.sync.sender import WeightSender
 
-    weights = partial(merged_weights, rank.model)
-    sender = MergedSender(weights, is_sender=dist.get_rank() == 0, dtype=torch.float32)
+    sender = WeightSender(
+        mode=mode,
+        base=partial(base_weights, rank.model),
+        adapters=partial(adapters, rank.model),
+        is_sender=dist.get_rank() == 0,
+        dtype=torch.float32,
+    )
     sender.open()
-    manifest = sender.send(1, must_differ=False)
     sender.close_name()
-    return None if manifest is None else manifest.digest
+    return sender
+
+
+def record(sender: WeightSender, version: int) -> Recorded | None:
+    """Send, and keep what was written; None on ranks that do not send. Collective."""
+    push = sender.send(version, must_differ=False)
+    if push is None:
+        return None
+    fidelity = None if push.fidelity is None else push.fidelity.metrics()
+    return Recorded(push.manifest.to_dict(), sender._buffer.bytes.numpy().tobytes(), fidelity)
+
+
+@dataclass(frozen=True)
+class Pushes:
+    """What one layout sends for one choice of target modules, told by the sending rank.
+
+    Attributes:
+        adapters: by Megatron module, see `adapters`.
+        base: the base weights in mode `merged` (B = 0).
+        by_mode: pushes of the large random B.
+        late: sent only after another B had been written, as by an exporter that is read too late.
+        peft: the adapters as `export_peft` gives them: (A, B, scale) by Hugging Face module.
+    """
+
+    adapters: dict[str, tuple[np.ndarray, np.ndarray]]
+    base: Recorded
+    by_mode: dict[str, Recorded]
+    late: dict[str, Recorded]
+    peft: dict[str, tuple[np.ndarray, np.ndarray, float]]
+
+
+def record_pushes(configs: dict[str, RunConfig]) -> dict[str, Pushes] | None:
+    """For each configuration, the pushes of a policy with large random B; None on ranks that do not send."""
+    import torch.distributed as dist
+
+    from lora_rl.policy.export import export_peft
+
+    result = {}
+    for name, config in configs.items():
+        rank = new_rank(config)
+        senders = {mode: new_sender(rank, mode) for mode in ("merged", "adapter_merge", "adapter")}
+        base = record(senders["merged"], 1)
+        randomise_b(rank, LARGE_B)
+        whole = adapters(rank)
+        peft = export_peft(rank.model).tensors
+        by_mode = {mode: record(sender, 2) for mode, sender in senders.items()}
+        randomise_b(rank, LARGE_B, seed=1)
+        late = {mode: record(sender, 3) for mode, sender in senders.items()}
+        plain = {module: (t.a.numpy(), t.b.numpy(), t.scale) for module, t in peft.items()}
+        result[name] = Pushes(whole, base, by_mode, late, plain)
+    return result if dist.get_rank() == 0 else None
 
 
 def old_logprobs_like(logprobs: np.ndarray) -> np.ndarray:

@@ -9,13 +9,18 @@ import torch
 
 
 def make_model(folder: Path, *, tied: bool = True, layers: int = 4, seed: int = 0, vocab_size: int = 264) -> Path:
-    """Write a Qwen3 checkpoint with grouped-query attention (4 query, 2 key-value heads) and perturbed norms."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """Write a checkpoint with grouped-query attention (4 query, 2 key-value heads) and perturbed norms.
+
+    The tied one is a Qwen3, which normalises queries and keys, with heads wider than hidden size / heads; the untied
+    one a Qwen2, whose queries, keys and values have biases.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    make_config, make = (Qwen3Config, Qwen3ForCausalLM) if tied else (Qwen2Config, Qwen2ForCausalLM)
+    config = make_config(
         vocab_size=vocab_size,
-        hidden_size=64,
+        hidden_size=64 if tied else 128,
         intermediate_size=96,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -28,7 +33,7 @@ def make_model(folder: Path, *, tied: bool = True, layers: int = 4, seed: int = 
         eos_token_id=2,
         pad_token_id=0,
     )
-    model = Qwen3ForCausalLM(config).float()
+    model = make(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)

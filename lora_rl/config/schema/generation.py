@@ -30,6 +30,11 @@ class WeightSyncConfig(Section):
         description="merged: send base + adapter; adapter_merge: send adapters, engines merge; "
         "adapter: engines serve the adapter.",
     )
+    transport: Literal["auto", "shared_memory", "object_store"] = Field(
+        "auto",
+        description="shared_memory: engines map the trainer's buffer; object_store: bytes are copied through Ray; "
+        "auto: shared memory for engines on the trainer's host, the object store for others.",
+    )
     rounding: Literal["nearest", "stochastic"] = Field(
         "nearest",
         description="Cast of merged weights to the engine's type; stochastic keeps small updates in expectation.",

@@ -25,7 +25,7 @@ LONG = SamplingSettings(temperature=0.6, max_tokens=12, ignore_eos=True)
 def pushed(engine: EngineProcess, surveys: Callable[..., Survey]) -> EngineProcess:
     """The engine with merged weights of large random adapters, version 1."""
     weights = surveys("tp1").weights
-    Pusher(engine, weights).push(1, weights)
+    Pusher.for_weights(engine, weights).push(1, weights)
     return engine
 
 
@@ -160,7 +160,7 @@ def test_the_end_token_ends_unless_ignored(engine: EngineProcess, surveys: Calla
     rigged[3:, 0] = 5.0
     norm[0] = 10.0
     weights |= {name: rigged, "model.norm.weight": norm}
-    pusher = Pusher(engine, weights)
+    pusher = Pusher.for_weights(engine, weights)
     push = pusher.write(1, weights).to_dict()
     asked = requests(4)
     sampling = SamplingSettings(max_tokens=5)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lora_rl.rollout.types import GenerationRequest, SamplingSettings
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import SyncReport
+from lora_rl.sync.manifest import Manifest, SyncReport
 from tests.support.batches import make_batch
 from tests.support.engine_process import EngineProcess
 from tests.support.hf import hf_logprobs, load_hf
@@ -27,7 +28,7 @@ GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.we
 
 @pytest.fixture(scope="module")
 def pusher(engine: EngineProcess, surveys: Callable[..., Survey]) -> Pusher:
-    return Pusher(engine, surveys("tp1").weights)
+    return Pusher.for_weights(engine, surveys("tp1").weights)
 
 
 def error_after(pusher: Pusher, weights: dict[str, np.ndarray], logprobs: np.ndarray, version: int = 1) -> float:
@@ -99,7 +100,7 @@ def test_a_push_of_other_tensors_is_refused(
 def test_a_changed_byte_is_refused_by_name(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
     manifest = pusher.write(1, surveys("tp1").weights)
     entry = next(e for e in manifest.entries if e.name == GATE)
-    pusher.sender._buffer.bytes[entry.offset + 17] ^= 1
+    pusher.buffer.bytes[entry.offset + 17] ^= 1
     with pytest.raises(SyncError, match=GATE + ": checksum"):
         pusher.engine.trial(("load_push", manifest.to_dict()))
 
@@ -135,7 +136,13 @@ def test_cached_prefixes_do_not_survive_a_push(pusher: Pusher, surveys: Callable
     assert np.abs(np.array(old[0].logprobs) - stale[len(REQUEST.prompt_ids) - 1 :]).max() > 100 * TOLERANCE
 
 
-def test_rank_and_sender_agree_on_the_digest(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
-    """The same weights, sent by a rank straight from the model, give the same proof."""
+def test_a_rank_sends_what_the_bridge_merges(pusher: Pusher, surveys: Callable[..., Survey]) -> None:
+    """Our merge, from adapters and base tensors apart, against Megatron-Bridge's own."""
     survey = surveys("tp1")
-    assert survey.digest == pusher.write(9, survey.weights).digest
+    assert survey.sent is not None
+    manifest = Manifest.from_dict(survey.sent.manifest)
+    assert {entry.name for entry in manifest.entries} == survey.weights.keys()
+    pusher.put(survey.sent, 1)
+    for entry in manifest.entries:
+        sent = pusher.buffer.view(entry.offset, entry.shape, torch.float32).numpy()
+        np.testing.assert_allclose(sent, survey.weights[entry.name], atol=2e-6, rtol=0, err_msg=entry.name)
