@@ -10,6 +10,7 @@ from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
+    from lora_rl.policy.offload import FrozenWeights
     from lora_rl.rollout.types import TrainBatch
     from lora_rl.sync.manifest import Transfer
 
@@ -78,6 +79,29 @@ class PolicyActor:
     def logprobs(self, shard: TrainBatch, microbatches: list[list[int]], **options: Any) -> Any:
         """See `PolicyRank.logprobs`."""
         return self.rank.logprobs(shard, microbatches, **options)
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """See `FrozenWeights.offload`."""
+        self._frozen().offload()
+
+    def reload(self) -> None:
+        """See `FrozenWeights.reload`."""
+        self._frozen().reload()
+
+    def memory(self) -> int:
+        """Bytes this rank holds, see `held_memory`."""
+        from lora_rl.cluster.memory import held_memory
+
+        return held_memory(self._platform_name)
+
+    def _frozen(self) -> FrozenWeights:
+        from lora_rl.policy.offload import FrozenWeights
+
+        if not hasattr(self, "_frozen_weights"):
+            self._frozen_weights = FrozenWeights(self.rank.model.chunks)
+        return self._frozen_weights
 
     # -- weights -----------------------------------------------------------------------------------------------
 

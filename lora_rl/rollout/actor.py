@@ -44,6 +44,18 @@ class EngineActor:
         """See `Engine.score`."""
         return self.engine.score(sequences)
 
+    def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self, parts: list[str]) -> None:
+        """See `Engine.wake`."""
+        self.engine.wake(parts)
+
+    def memory(self) -> int:
+        """See `Engine.memory`."""
+        return self.engine.memory()
+
     def open_transfer(self, transfer: Transfer) -> None:
         """See `Engine.open_transfer`."""
         self.engine.open_transfer(transfer)

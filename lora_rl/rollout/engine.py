@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_rl.cluster.memory import held_memory
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
@@ -32,6 +33,7 @@ class EngineSettings:
         adapter_rank: rank of adapters to serve natively; 0 when weights are merged.
         adapter_modules: last names of the linears that adapters may be on.
         max_adapters: adapter versions that may be loaded at once.
+        sleeps: give device memory back while the trainer works (GPU only).
         seed: engine seed; requests carry their own.
     """
 
@@ -50,6 +52,7 @@ class EngineSettings:
     load_format: str
     num_threads: int
     seed: int
+    sleeps: bool = False
     adapter_rank: int = 0
     adapter_modules: tuple[str, ...] = ()
     max_adapters: int = 2
@@ -95,6 +98,8 @@ class Engine:
             options |= {"enable_lora": True, "max_lora_rank": engine_rank(settings.adapter_rank)}
             options |= {"lora_target_modules": list(settings.adapter_modules)}
             options |= {"max_loras": settings.max_adapters, "max_cpu_loras": settings.max_adapters}
+        if settings.sleeps:
+            options["enable_sleep_mode"] = True
         if settings.platform == "cpu":
             options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         self.llm = LLM(
@@ -117,6 +122,7 @@ class Engine:
         )
         self.weight_version = 0
         self._settings = settings
+        self._asleep: set[str] = set()
         self._adapters = NativeAdapters(self.llm, settings.max_adapters) if settings.adapter_rank else None
 
     # -- generation --------------------------------------------------------------------------------------------
@@ -175,6 +181,26 @@ class Engine:
             [position[token].logprob for token, position in zip(s[1:], o.prompt_logprobs[1:], strict=True)]
             for s, o in zip(sequences, outputs, strict=True)
         ]
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Move the weights to host memory and drop the KV cache. Safe to repeat."""
+        if not self._asleep:
+            self.llm.sleep(level=1)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, parts: list[str]) -> None:
+        """Bring `weights`, `kv_cache` or both back to the device; what is there already stays."""
+        if missing := self._asleep & set(parts):
+            self.llm.wake_up(tags=sorted(missing))
+            self._asleep -= missing
+
+    def memory(self) -> int:
+        """Bytes held by the engine's workers and, where they are processes of their own, by this one; see
+        `held_memory`."""
+        own = held_memory(self._settings.platform) if self._settings.tensor_parallel_size > 1 else 0
+        return own + sum(self.llm.collective_rpc("lora_rl_memory"))
 
     # -- weights -----------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         load_format=vllm.load_format,
         num_threads=layout.threads_per_engine,
+        sleeps=layout.colocated and layout.platform == "cuda",
         seed=config.grpo.seed,
         adapter_rank=peft.dim if native else 0,
         adapter_modules=tuple(hf_linears(peft.target_modules, peft.exclude_modules)) if native else (),

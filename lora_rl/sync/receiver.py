@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from lora_rl.cluster.memory import held_memory
 from lora_rl.lora.merge import Fidelity, merge, seed_for
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest, SyncReport, check_names, pair_adapters
@@ -127,12 +128,12 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
         """
         if self._checkpoint is None:
             raise SyncError("mode adapter_merge reads the base weights from a local safetensors checkpoint")
-        adapters = pair_adapters(tensors, manifest.scales)
+        adapters = pair_adapters({n: t.to(self.device) for n, t in tensors.items()}, manifest.scales)
         targets = fused_targets(adapters, getattr(self.model, "packed_modules_mapping", {}))
         replaced: dict[str, torch.Tensor] = {}
         for module in sorted({part for target in targets.values() for part in target}):
             name = f"{module}.weight"
-            base = self._checkpoint.read(name)
+            base = self._checkpoint.read(name).to(self.device)
             seed = seed_for(manifest.version, name, manifest.seed)
             dtype = self.model_config.dtype
             replaced[name], part = merge(base, adapters.get(module), dtype=dtype, rounding=manifest.rounding, seed=seed)
@@ -170,6 +171,10 @@ class WorkerExtension:
     def lora_rl_sync_report(self) -> SyncReport | None:
         """What this worker loaded in the last push; None before the first."""
         return self.weight_transfer_engine.report  # type: ignore[attr-defined]
+
+    def lora_rl_memory(self) -> int:
+        """Bytes this worker holds, see `held_memory`."""
+        return held_memory("cpu" if self.device.type == "cpu" else "cuda")  # type: ignore[attr-defined]
 
 
 class Checkpoint:

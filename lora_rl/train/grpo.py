@@ -55,8 +55,11 @@ def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, 
 
     for step in range(1, last_step + 1):
         with timer("generation"):
+            job.turns.to_engines()
             rollouts = source.next_step(step)
+            job.turns.note("generation")
         with timer("training"):
+            job.turns.to_trainer()
             advantages = group_advantages_of(rollouts, config)
             kept, values = drop_constant_groups(rollouts, advantages, config)
             trained: dict[str, float] = {}
@@ -64,8 +67,14 @@ def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, 
                 batch = build_train_batch(kept, values)
                 trained = job.policy.train(batch, minibatches(batch, config))
             check_drift(trained, parity_tolerance(config))
+            job.turns.note("training")
         with timer("sync"):
+            probing = is_probe_step(step, config)
+            job.turns.to_both(generating=probing)
             synced = job.weights.push(after_update=True) if kept else {}
+            if probing:
+                synced["sync/parity"] = job.weights.check_parity(job.probes, parity_tolerance(config))
+            job.turns.note("sync")
         validated, held_out_samples = {}, []
         if is_validation_step(step, last_step, config):
             validated, held_out_samples = validate(job, config, timer)
@@ -77,6 +86,7 @@ def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, 
             {f"train/{name}": value for name, value in trained.items()},
             synced,
             validated,
+            job.turns.ledger(),
             timer.end_step(tokens=tokens_per_phase(rollouts, kept)),
         )
         console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
@@ -138,6 +148,12 @@ def is_validation_step(step: int, last_step: int, config: RunConfig) -> bool:
     return period > 0 and (step % period == 0 or step == last_step)
 
 
+def is_probe_step(step: int, config: RunConfig) -> bool:
+    """Every `weight_sync.probe_period` steps trainer and engines are compared on the probe prompts."""
+    period = config.policy.generation.weight_sync.probe_period
+    return period > 0 and step % period == 0
+
+
 def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, float], list[Sample]]:
     """Accuracy on held-out prompts; the same prompts and seeds every time, so that runs of a job are comparable."""
     from lora_rl.rollout.source import validation_groups, validation_sampling
@@ -147,6 +163,7 @@ def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, 
     sampling = validation_sampling(config)
     rollouts: list[Rollout] = []
     with timer("validation"):
+        job.turns.to_engines()
         for first in range(0, len(groups), grpo.val_batch_size):
             part = groups[first : first + grpo.val_batch_size]
             purpose = f"validation {first}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lora_rl.rollout.pool import EnginePool
     from lora_rl.rollout.source import Generator
     from lora_rl.track import Console
+    from lora_rl.train.turns import Turns
     from lora_rl.train.weights import WeightSync
 
 _PARITY_PROBES = 8
@@ -32,18 +33,22 @@ class Job:
 
     Attributes:
         policy, engines, weights: the two sides and what connects them; the engines hold weight version 1.
+        turns: hands the devices from one side to the other, and keeps the memory ledger.
         generator: samples and scores.
         prompts: training prompts, with the cursor.
         held_out: validation prompts, disjoint from `prompts`.
+        probes: token sequences on which trainer and engines are compared.
         facts: numbers about the model and the start, as metrics of step 0.
     """
 
     policy: PolicyGroup
     engines: EnginePool
     weights: WeightSync
+    turns: Turns
     generator: Generator
     prompts: PromptSource
     held_out: list[Prompt]
+    probes: list[tuple[int, ...]]
     facts: dict[str, float]
 
 
@@ -112,6 +117,7 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
         description = _build(config, console, engine_workers, rank_workers)
 
         from lora_rl.rollout.source import Generator
+        from lora_rl.train.turns import Turns
         from lora_rl.train.weights import WeightSync, parity_tolerance
 
         policy = PolicyGroup(config, layout, rank_workers)
@@ -127,18 +133,25 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
                 policy.close_transfer_name()
             task.update("first push")
             facts = weights.push(after_update=False)
+            probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]
             tolerance = parity_tolerance(config)
             if tolerance is not None:
                 task.update("comparing logprobs of trainer and engine")
-                probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]
                 facts["sync/parity"] = weights.check_parity(probes, tolerance)
         yield Job(
             policy=policy,
             engines=engines,
             weights=weights,
+            turns=Turns(
+                rank_workers,
+                engine_workers,
+                enabled=layout.colocated and layout.platform == "cuda",
+                timeout_s=config.cluster.step_timeout_s,
+            ),
             generator=Generator(engines, tokenizer, config.grpo.seed),
             prompts=prompts,
             held_out=held_out,
+            probes=probes,
             facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
         )
 

@@ -29,7 +29,9 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(settings, theirs), daemon=True)
+        # With several workers the engine has children of its own, which a daemonic process may not have.
+        single = settings.tensor_parallel_size == 1
+        self._process = context.Process(target=_serve, args=(settings, theirs), daemon=single)
         self._process.start()
         theirs.close()
         self._started = False

@@ -12,6 +12,8 @@ import numpy as np
 from tests.support.batches import make_batch, one_microbatch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from lora_rl.config import RunConfig
@@ -246,8 +248,8 @@ class Pushes:
     peft: dict[str, tuple[np.ndarray, np.ndarray, float]]
 
 
-def record_pushes(configs: dict[str, RunConfig]) -> dict[str, Pushes] | None:
-    """For each configuration, the pushes of a policy with large random B; None on ranks that do not send."""
+def record_pushes(configs: dict[str, RunConfig], b_std: float) -> dict[str, Pushes] | None:
+    """For each configuration, the pushes of a policy with B = N(0, b_std^2); None on ranks that do not send."""
     import torch.distributed as dist
 
     from lora_rl.policy.export import export_peft
@@ -257,15 +259,59 @@ def record_pushes(configs: dict[str, RunConfig]) -> dict[str, Pushes] | None:
         rank = new_rank(config)
         senders = {mode: new_sender(rank, mode) for mode in ("merged", "adapter_merge", "adapter")}
         base = record(senders["merged"], 1)
-        randomise_b(rank, LARGE_B)
+        randomise_b(rank, b_std)
         whole = adapters(rank)
         peft = export_peft(rank.model).tensors
         by_mode = {mode: record(sender, 2) for mode, sender in senders.items()}
-        randomise_b(rank, LARGE_B, seed=1)
+        randomise_b(rank, b_std, seed=1)
         late = {mode: record(sender, 3) for mode, sender in senders.items()}
         plain = {module: (t.a.numpy(), t.b.numpy(), t.scale) for module, t in peft.items()}
         result[name] = Pushes(whole, base, by_mode, late, plain)
     return result if dist.get_rank() == 0 else None
+
+
+def push_many(config: RunConfig, times: int) -> tuple[str, str, bool]:
+    """Fingerprints before and after many merges and exports, and whether the last payload equals the first.
+
+    The sender's merge and Megatron-Bridge's own take turns.
+    """
+    rank = new_rank(config, b_std=LARGE_B)
+    before = fingerprint(rank)
+    sender = new_sender(rank)
+    first = sender.send(0, must_differ=False).manifest.digest
+    for version in range(1, times):
+        if version % 2:
+            last = sender.send(version, must_differ=False).manifest.digest
+        else:
+            exported(rank)
+    return before, fingerprint(rank), first == last
+
+
+def import_and_export(
+    config: RunConfig, path: Path, batch_seed: int, out: Path
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Read a PEFT directory into a policy whose own adapters are random, and write it back with `out` as its name.
+
+    Returns:
+        Logprobs with the imported adapter, and after a second policy read `out`; None on ranks that see no logits.
+    """
+    import torch.distributed as dist
+
+    from lora_rl.lora.peft_io import read_peft, write_peft
+    from lora_rl.policy.export import export_peft, import_peft
+
+    batch = make_batch(batch_seed)
+    cut = one_microbatch(batch, 1)[1][0]
+    logprobs = []
+    for source in (path, out):
+        rank = new_rank(config, b_std=LARGE_B)
+        import_peft(rank.model, read_peft(source))
+        logprobs.append(rank.logprobs(batch, cut))
+        exported_adapter = export_peft(rank.model)
+        if source is path and dist.get_rank() == 0:
+            write_peft(out, exported_adapter, base_model=config.policy.model_name)
+        dist.barrier()
+    return logprobs[0], logprobs[1]
 
 
 def old_logprobs_like(logprobs: np.ndarray) -> np.ndarray:

@@ -33,6 +33,9 @@ from tests.unit.conftest import BATCH_SEED, LAYOUTS
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-4
+# Large: the deltas outweigh the base matrices. The untied model does not normalise queries and keys, and with yet
+# larger ones its attention would amplify float32 noise beyond the tolerance.
+B_STD = {"tied": 0.5, "untied": 0.1}
 TARGETS = {
     "all_linears": [],
     "attention": ["linear_qkv", "linear_proj"],
@@ -84,7 +87,9 @@ def pushes(models: dict[str, Path]) -> Callable[[str, str], dict[str, Pushes]]:
             name: tiny_config(models[model], tp=tp, pp=pp, **({"target_modules": targets} if targets else {}))
             for name, targets in TARGETS.items()
         }
-        return next(answer for answer in run_ranks(record_pushes, configs, tp=tp, pp=pp) if answer is not None)
+        return next(
+            answer for answer in run_ranks(record_pushes, configs, B_STD[model], tp=tp, pp=pp) if answer is not None
+        )
 
     return made
 
@@ -109,19 +114,21 @@ def expected(
 
 @pytest.fixture(scope="module")
 def engines(models: dict[str, Path]) -> Iterator[Callable[[EngineKind], Running]]:
-    """The engine of a kind; one runs at a time, and tests come in the order of engines."""
+    """The engine of a kind. Two run at a time: the tests come in such an order that each is started once."""
     running: list[Running] = []
 
     def get(kind: EngineKind) -> Running:
-        if not running or running[0].kind != kind:
-            while running:
-                running.pop().process.close()
-            running.append(Running(kind, models[kind.model]))
-        return running[0]
+        for engine in running:
+            if engine.kind == kind:
+                return engine
+        if len(running) == 2:
+            running.pop(0).process.close()
+        running.append(Running(kind, models[kind.model]))
+        return running[-1]
 
     yield get
-    while running:
-        running.pop().process.close()
+    for engine in running:
+        engine.process.close()
 
 
 class Running:
@@ -144,24 +151,6 @@ class Running:
             Pusher.for_recorded(self.process, push).replay(push, self._version)
         batch = make_batch(BATCH_SEED)
         return score_error(self.process.call("score", sequences(batch)), batch, expected)
-
-
-@pytest.mark.parametrize(("kind", "layout", "targets", "mode"), list(cases()))
-def test_engine_equals_peft(
-    engines: Callable[[EngineKind], Running],
-    pushes: Callable[[str, str], dict[str, Pushes]],
-    expected: Callable[[str, str], np.ndarray],
-    kind: EngineKind,
-    layout: str,
-    targets: str,
-    mode: str,
-) -> None:
-    engine, want = engines(kind), expected(kind.model, targets)
-    sent = pushes(layout, kind.model)[targets]
-    if not kind.native:
-        # What an earlier case merged into modules that this one does not touch must not help or hurt.
-        assert engine.error(want, sent.base) > 100 * TOLERANCE, "without the adapters it must be far away"
-    assert engine.error(want, sent.by_mode[mode]) <= TOLERANCE
 
 
 # -- sabotage: each of these must not pass -------------------------------------------------------------------------
@@ -276,3 +265,24 @@ def test_one_part_of_a_fused_module_alone(
     manifest = pusher.write_adapters(2000, mode, chosen).to_dict()
     _, scores = engine.process.trial(("load_push", manifest), ("score", sequences(batch)))
     assert score_error(scores, batch, want) <= TOLERANCE
+
+
+# -- the matrix ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "layout", "targets", "mode"), list(cases()))
+def test_engine_equals_peft(
+    engines: Callable[[EngineKind], Running],
+    pushes: Callable[[str, str], dict[str, Pushes]],
+    expected: Callable[[str, str], np.ndarray],
+    kind: EngineKind,
+    layout: str,
+    targets: str,
+    mode: str,
+) -> None:
+    engine, want = engines(kind), expected(kind.model, targets)
+    sent = pushes(layout, kind.model)[targets]
+    if not kind.native:
+        # What an earlier case merged into modules that this one does not touch must not help or hurt.
+        assert engine.error(want, sent.base) > 100 * TOLERANCE, "without the adapters it must be far away"
+    assert engine.error(want, sent.by_mode[mode]) <= TOLERANCE

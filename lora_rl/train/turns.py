@@ -1,0 +1,57 @@
+"""Engines and ranks on the same devices take turns; what each holds in which phase goes into the record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lora_rl.cluster.memory import GIB
+from lora_rl.cluster.workers import Worker, wait
+
+
+class Turns:
+    """Hands the devices to the engines and back.
+
+    With `enabled`, the ranks' frozen base weights leave the device while the engines generate, and the engines' KV
+    cache and weights leave it while the ranks train. Otherwise each side keeps what it has.
+    """
+
+    def __init__(self, ranks: Sequence[Worker], engines: Sequence[Worker], *, enabled: bool, timeout_s: float) -> None:
+        self._ranks, self._engines = list(ranks), list(engines)
+        self._enabled, self._timeout = enabled, timeout_s
+        self._ledger: dict[str, float] = {}
+
+    def to_engines(self) -> None:
+        """Before generating: engines awake, base weights of the ranks away."""
+        if self._enabled:
+            self._all(self._ranks, "offload", "moving the base weights to host memory")
+            self._all(self._engines, "wake", "waking the engines", ["weights", "kv_cache"])
+
+    def to_trainer(self) -> None:
+        """Before training: engines asleep, base weights back."""
+        if self._enabled:
+            self._all(self._engines, "sleep", "putting the engines to sleep")
+            self._all(self._ranks, "reload", "moving the base weights to the device")
+
+    def to_both(self, *, generating: bool = False) -> None:
+        """Before a push: the weights of both sides, and with `generating` also the engines' KV cache."""
+        if self._enabled:
+            self._all(self._ranks, "reload", "moving the base weights to the device")
+            parts = ["weights", "kv_cache"] if generating else ["weights"]
+            self._all(self._engines, "wake", "waking the engines", parts)
+
+    def note(self, phase: str) -> None:
+        """Enter what the processes hold now into the ledger."""
+        for side, workers in (("ranks", self._ranks), ("engines", self._engines)):
+            held = self._all(workers, "memory", "reading memory use")
+            self._ledger[f"memory/{phase}/{side}_gib"] = max(held) / GIB
+
+    def ledger(self) -> dict[str, float]:
+        """`memory/<phase>/ranks_gib` and `.../engines_gib` of the phases noted since the last call.
+
+        Each is the largest over the processes of that side: reserved device memory on GPUs, resident memory on CPUs.
+        """
+        ledger, self._ledger = self._ledger, {}
+        return ledger
+
+    def _all(self, workers: Sequence[Worker], method: str, doing: str, *args: object) -> list:
+        return wait([w.call(method, *args) for w in workers], timeout_s=self._timeout, doing=doing)
