@@ -156,6 +156,7 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
             f"must be a multiple of policy.generation.vllm_cfg.tensor_parallel_size = {engine_tp}",
             own,
         )
+        return
     if world_size == 0 and not config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
         yield Violation(
             "policy.generation.colocated.resources.gpus_per_node",

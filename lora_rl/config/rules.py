@@ -155,8 +155,8 @@ def sync_mode_fits(config: RunConfig) -> Iterator[Violation]:
         if rank > MAX_ENGINE_RANK:
             problem = f"vLLM serves adapters up to rank {MAX_ENGINE_RANK}; lower it, or use {prefix}.mode merged"
             yield Violation("policy.megatron_cfg.peft.dim", problem, rank)
-    elif config.policy.generation.vllm_cfg.load_format == "dummy" and sync.mode == "adapter_merge":
-        problem = "mode adapter_merge leaves untargeted weights as the engine loaded them; use auto"
+    if config.policy.generation.vllm_cfg.load_format == "dummy" and sync.mode != "merged":
+        problem = f"mode {sync.mode} leaves untargeted weights as the engine loaded them; use auto"
         yield Violation("policy.generation.vllm_cfg.load_format", problem, "dummy")
 
 

@@ -139,6 +139,37 @@ class PolicyActor:
         write_peft(Path(path), adapter, base_model=base_model)
         return True
 
+    def open_stream(self, backend: str, engines: list[Any], engine_tp: int, address: str, port: int) -> None:
+        """Connect to the engines over `nccl` or `ipc`; see `DeviceSender.open`. Collective."""
+        from functools import partial
+
+        import ray
+        import torch
+
+        from lora_rl.policy.export import adapters, base_weights
+        from lora_rl.sync.device import DeviceSender, EngineClient, MergedSource
+
+        source = MergedSource(
+            partial(base_weights, self.rank.model, cpu=False),
+            partial(adapters, self.rank.model),
+            dtype=getattr(torch, self._config.engine_precision),
+            rounding=self._config.policy.generation.weight_sync.rounding,
+            seed=self._config.grpo.seed,
+        )
+        self._sender = DeviceSender(source, is_sender=self._rank == 0)
+        self._sender.open(backend, self._rank, EngineClient(engines, engine_tp, ray.get), address=address, port=port)
+
+    def free_address(self) -> tuple[str, int]:
+        """An address and a free port of this host."""
+        import socket
+
+        import ray.util
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            return address, listener.getsockname()[1]
+
     def host(self) -> str:
         """The Ray node this process runs on."""
         import ray

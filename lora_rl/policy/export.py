@@ -17,18 +17,21 @@ from lora_rl.policy.model import PolicyModel
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
-def base_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+def base_weights(model: PolicyModel, *, cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Full Hugging Face tensors of the base model, adapters left out. Collective: every rank must exhaust it.
 
     The bridge gathers each tensor into a new one or passes a live one on: read, never write. The iterator is lazy, so
     it must be consumed before the next optimizer step.
 
+    Args:
+        cpu: whether to move each tensor to the CPU.
+
     Yields:
-        (name, tensor on the CPU in the base model's dtype).
+        (name, tensor in the base model's dtype).
     """
     with torch.no_grad():
         for name, tensor in model.bridge.export_hf_weights(
-            model.chunks, cpu=True, show_progress=False, merge_adapter_weights=False
+            model.chunks, cpu=cpu, show_progress=False, merge_adapter_weights=False
         ):
             # The bridge marks the weights below an adapter as PEFT would.
             yield name.replace(".base_layer.", "."), tensor

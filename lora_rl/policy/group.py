@@ -124,6 +124,14 @@ class PolicyGroup:
         [host] = wait([self.workers[0].call("host")], timeout_s=timeout, doing=doing)
         return transfer, host
 
+    def open_stream(self, backend: str, engines: Sequence[Worker]) -> None:
+        """Connect all ranks to the engines, so that pushes go from device to device."""
+        doing, timeout = "start-up: connecting ranks and engines", self.config.cluster.startup_timeout_s
+        [(address, port)] = wait([self.workers[0].call("free_address")], timeout_s=timeout, doing=doing)
+        handles = [w.handle for w in engines]
+        arguments = (backend, handles, self.layout.engine_tp, address, port)
+        wait([w.call("open_stream", *arguments) for w in self.workers], timeout_s=timeout, doing=doing)
+
     def close_transfer_name(self) -> None:
         """Remove the buffer's file name: every engine has mapped it."""
         timeout = self.config.cluster.startup_timeout_s

@@ -60,6 +60,14 @@ class EngineActor:
         """See `Engine.open_transfer`."""
         self.engine.open_transfer(transfer)
 
+    def transfer(self, method: str, *args: Any) -> None:
+        """See `Engine.transfer`."""
+        self.engine.transfer(method, *args)
+
+    def confirm_push(self, manifest: dict[str, Any]) -> Any:
+        """See `Engine.confirm_push`."""
+        return self.engine.confirm_push(manifest)
+
     def open_relay(self, transfer: Transfer) -> None:
         """Like `open_transfer` where the trainer is on another host: its bytes come with each push."""
         from lora_rl.sync.shared_memory import SharedBuffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest, SyncReport, Transfer, check_reports
-from lora_rl.sync.vllm_plugin import SHARED_MEMORY_BACKEND, register
+from lora_rl.sync.vllm_plugin import BACKENDS, SHARED_MEMORY, register
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class EngineSettings:
         kv_cache_gib: size of the KV cache on CPU, in GiB.
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         num_threads: OpenMP threads (CPU).
+        sync_backend: see `lora_rl.sync.vllm_plugin.backend_for`.
         adapter_rank: rank of adapters to serve natively; 0 when weights are merged.
         adapter_modules: last names of the linears that adapters may be on.
         max_adapters: adapter versions that may be loaded at once.
@@ -53,6 +54,7 @@ class EngineSettings:
     num_threads: int
     seed: int
     sleeps: bool = False
+    sync_backend: str = SHARED_MEMORY
     adapter_rank: int = 0
     adapter_modules: tuple[str, ...] = ()
     max_adapters: int = 2
@@ -116,7 +118,7 @@ class Engine:
             seed=settings.seed,
             # Behaviour logprobs must be those of the distribution that was sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=SHARED_MEMORY_BACKEND),
+            weight_transfer_config=WeightTransferConfig(backend=BACKENDS[settings.sync_backend]),
             worker_extension_cls="lora_rl.sync.receiver.WorkerExtension",
             **options,
         )
@@ -231,6 +233,20 @@ class Engine:
             self.llm.update_weights({"update_info": {"manifest": manifest}})
             self.llm.finish_weight_update(weight_version=str(push.version))
             reports = self.llm.collective_rpc("lora_rl_sync_report")
+        return self._confirm(push, reports)
+
+    def transfer(self, method: str, *args: Any) -> None:
+        """One call of vLLM's weight-transfer interface, made by the trainer's rank 0 as it streams weights."""
+        getattr(self.llm, method)(*args)
+
+    def confirm_push(self, manifest: dict[str, Any]) -> list[SyncReport]:
+        """Prove a push that was streamed with `transfer`; otherwise like `load_push`."""
+        push = Manifest.from_dict(manifest)
+        reports = self.llm.collective_rpc("lora_rl_sync_report")
+        self.llm.update_weight_version(str(push.version))
+        return self._confirm(push, [r and replace(r, version=push.version) for r in reports])
+
+    def _confirm(self, push: Manifest, reports: list[SyncReport]) -> list[SyncReport]:
         check_reports(push, reports)
         if (held := self.llm.get_weight_version()) != str(push.version):
             raise SyncError(f"vLLM reports weight version {held!r} after the push of version {push.version}")

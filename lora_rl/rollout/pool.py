@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest, SyncReport, Transfer
+from lora_rl.sync.vllm_plugin import backend_for
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -59,11 +60,18 @@ def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         load_format=vllm.load_format,
         num_threads=layout.threads_per_engine,
+        sync_backend=sync_backend(config, layout),
         sleeps=layout.colocated and layout.platform == "cuda",
         seed=config.grpo.seed,
         adapter_rank=peft.dim if native else 0,
         adapter_modules=tuple(hf_linears(peft.target_modules, peft.exclude_modules)) if native else (),
     )
+
+
+def sync_backend(config: RunConfig, layout: Layout) -> str:
+    """See `lora_rl.sync.vllm_plugin.backend_for`."""
+    sync = config.policy.generation.weight_sync
+    return backend_for(platform=layout.platform, mode=sync.mode, transport=sync.transport, colocated=layout.colocated)
 
 
 class EnginePool:
@@ -120,6 +128,13 @@ class EnginePool:
         self._relayed = self.workers if transport == "object_store" else elsewhere
         calls = [w.call("open_relay" if w in self._relayed else "open_transfer", transfer) for w in self.workers]
         wait(calls, timeout_s=self._timeout, doing=doing)
+
+    def confirm(self, manifest: Manifest) -> list[SyncReport]:
+        """Like `load` for a push that the ranks streamed into the engines themselves."""
+        calls = [w.call("confirm_push", manifest.to_dict()) for w in self.workers]
+        reports = wait(calls, timeout_s=self._timeout, doing="proving the weights in the engines")
+        self.weight_version = manifest.version
+        return [report for engine in reports for report in engine]
 
     @property
     def needs_payload(self) -> bool:

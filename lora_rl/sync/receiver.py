@@ -6,8 +6,8 @@ push `start_weight_update`, `update_weights`, `finish_weight_update`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lora_rl.cluster.memory import held_memory
 from lora_rl.lora.merge import Fidelity, merge, seed_for
+from lora_rl.sync.device import entry_of
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest, SyncReport, check_names, pair_adapters
 from lora_rl.sync.reading import read_push
@@ -163,6 +166,51 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInit, Sh
 
     def _tied(self) -> bool:
         return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+
+
+class _Proved:
+    """Adds the proof to one of vLLM's own engines: what was loaded is noted on its way into the model."""
+
+    report: SyncReport | None = None
+
+    def start_weight_update(self) -> None:
+        """Forget the last push."""
+        self.report, self._entries = None, []
+        super().start_weight_update()  # type: ignore[misc]
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load the tensors of this call, and note names, shapes, types and checksums."""
+        model = self.model  # type: ignore[attr-defined]
+        load = model.load_weights
+
+        def noting(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            def passed_on() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    self._entries.append(entry_of(name, tensor))
+                    yield name, tensor
+
+            return load(passed_on())
+
+        model.load_weights = noting
+        try:
+            super().receive_weights(update_info)  # type: ignore[misc]
+        finally:
+            del model.load_weights
+
+    def finish_weight_update(self) -> None:
+        """Repack, and make the report; the version is not known here and stays -1."""
+        super().finish_weight_update()  # type: ignore[misc]
+        entries = tuple(replace(entry, offset=index) for index, entry in enumerate(self._entries))
+        push = Manifest(-1, entries)
+        self.report = SyncReport(-1, push.digest, len(entries), push.nbytes)
+
+
+class ProvedNCCLEngine(_Proved, NCCLWeightTransferEngine):
+    """vLLM's `nccl` engine with proof."""
+
+
+class ProvedIPCEngine(_Proved, IPCWeightTransferEngine):
+    """vLLM's `ipc` engine with proof."""
 
 
 class WorkerExtension:

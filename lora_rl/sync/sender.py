@@ -100,33 +100,28 @@ class WeightSender:
         adapters = self.adapters()
         parts: list[Fidelity] = []
         merging = self.mode == "merged"
-        tensors = self._merged(adapters, version, parts) if merging else _factors(adapters)
+        tensors: Iterable[tuple[str, torch.Tensor]] = _factors(adapters)
+        if merging:
+            tensors = merged_tensors(
+                self.base(),
+                adapters,
+                parts,
+                version=version,
+                dtype=self.dtype,
+                rounding=self.rounding,
+                seed=self.seed,
+                merging_here=self.is_sender,
+            )
         entries = tuple(self._write_all(tensors))
         if not self.is_sender:
             return None
         scales = {} if merging else {name: adapter.scale for name, adapter in adapters.items()}
         manifest = Manifest(version, entries, self.mode, scales, self.rounding, self.seed)
-        self._check_changed(manifest, must_differ)
+        check_changed(manifest, self._last, must_differ=must_differ)
         known = set() if self._last is None else set(self._last.entries)
         sent = {entry.offset: entry.nbytes for entry in entries if entry not in known}
         self._last = manifest
         return Push(manifest, sum(parts, Fidelity.zero()) if merging else None, sum(sent.values()))
-
-    def _merged(
-        self, adapters: dict[str, AdapterTensors], version: int, parts: list[Fidelity]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Base tensors in the engine's type, with adapters merged into those that have one; fidelity into `parts`."""
-        unused = set(adapters)
-        for name, tensor in self.base():
-            module = name.removesuffix(".weight")
-            unused.discard(module)
-            if self.is_sender:
-                seed = seed_for(version, name, self.seed)
-                tensor, part = merge(tensor, adapters.get(module), dtype=self.dtype, rounding=self.rounding, seed=seed)
-                parts.append(part)
-            yield name, tensor
-        if unused:
-            raise SyncError(f"adapters on modules the base model does not have: {', '.join(sorted(unused))}")
 
     def _write_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[TensorEntry]:
         """Exhaust the tensors on every rank, and write them on the sending one.
@@ -163,13 +158,56 @@ class WeightSender:
         nbytes = tensor.numel() * tensor.dtype.itemsize
         return TensorEntry(name, tuple(tensor.shape), dtype, offset, nbytes, checksum(target))
 
-    def _check_changed(self, manifest: Manifest, must_differ: bool) -> None:
-        if must_differ and self._last is not None and manifest.digest == self._last.digest:
-            raise SyncError(
-                f"weight version {manifest.version} is byte for byte the same as version {self._last.version} although "
-                "an optimizer step lies between them: the update did not reach the payload (in low precision a small "
-                "update can round to nothing; see policy.generation.weight_sync.rounding and the learning rate)"
-            )
+
+def merged_tensors(
+    base: Iterable[tuple[str, torch.Tensor]],
+    adapters: dict[str, AdapterTensors],
+    parts: list[Fidelity],
+    *,
+    version: int,
+    dtype: torch.dtype,
+    rounding: Rounding,
+    seed: int,
+    merging_here: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Base tensors in the engine's type, with the adapters merged into those that have one.
+
+    Args:
+        base: Hugging Face names and tensors, exhausted whatever `merging_here` says.
+        parts: receives the fidelity of each tensor.
+        merging_here: False on ranks that only take part in the gathers; they get the base tensors.
+
+    Raises:
+        SyncError: an adapter is on a module that the base model does not have.
+    """
+    unused = set(adapters)
+    for name, tensor in base:
+        module = name.removesuffix(".weight")
+        unused.discard(module)
+        if merging_here:
+            own_seed = seed_for(version, name, seed)
+            adapter = adapters.get(module)
+            if adapter is not None and adapter.a.device != tensor.device:
+                adapter = replace(adapter, a=adapter.a.to(tensor.device), b=adapter.b.to(tensor.device))
+            tensor, part = merge(tensor, adapter, dtype=dtype, rounding=rounding, seed=own_seed)
+            parts.append(part)
+        yield name, tensor
+    if unused:
+        raise SyncError(f"adapters on modules the base model does not have: {', '.join(sorted(unused))}")
+
+
+def check_changed(manifest: Manifest, last: Manifest | None, *, must_differ: bool) -> None:
+    """Refuse a push that equals the last one although an optimizer step lies between them.
+
+    Raises:
+        SyncError: it does.
+    """
+    if must_differ and last is not None and manifest.digest == last.digest:
+        raise SyncError(
+            f"weight version {manifest.version} is byte for byte the same as version {last.version} although "
+            "an optimizer step lies between them: the update did not reach the payload (in low precision a small "
+            "update can round to nothing; see policy.generation.weight_sync.rounding and the learning rate)"
+        )
 
 
 def _factors(adapters: dict[str, AdapterTensors]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -100,7 +100,8 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
                 log_file=logs / "ray.log",
             )
             stack.enter_context(session)
-        from lora_rl.rollout.pool import EnginePool, start_engines
+        from lora_rl.rollout.pool import EnginePool, start_engines, sync_backend
+        from lora_rl.sync.vllm_plugin import SHARED_MEMORY
 
         placement = place(
             platform=layout.platform,
@@ -122,15 +123,25 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
 
         policy = PolicyGroup(config, layout, rank_workers)
         engines = EnginePool(engine_workers, timeout_s=config.cluster.step_timeout_s)
-        weights = WeightSync(policy, engines, config.policy.generation.weight_sync, console.warn)
+        weights = WeightSync(
+            policy,
+            engines,
+            config.policy.generation.weight_sync,
+            console.warn,
+            streamed=sync_backend(config, layout) != SHARED_MEMORY,
+        )
         with console.startup("weights") as task:
             task.update("opening the transfer")
-            transfer, host = policy.open_transfer()
-            try:
-                engines.open_transfer(transfer, host, config.policy.generation.weight_sync.transport)
-            finally:
-                # Whatever happens now, no file is left behind.
-                policy.close_transfer_name()
+            backend = sync_backend(config, layout)
+            if backend == SHARED_MEMORY:
+                transfer, host = policy.open_transfer()
+                try:
+                    engines.open_transfer(transfer, host, config.policy.generation.weight_sync.transport)
+                finally:
+                    # Whatever happens now, no file is left behind.
+                    policy.close_transfer_name()
+            else:
+                policy.open_stream(backend, engine_workers)
             task.update("first push")
             facts = weights.push(after_update=False)
             probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]

@@ -23,13 +23,21 @@ class WeightSync:
     """Counts weight versions and moves them. Version 0 is what the engines loaded from disk."""
 
     def __init__(
-        self, policy: PolicyGroup, engines: EnginePool, settings: WeightSyncConfig, warn: Callable[[str], None]
+        self,
+        policy: PolicyGroup,
+        engines: EnginePool,
+        settings: WeightSyncConfig,
+        warn: Callable[[str], None],
+        *,
+        streamed: bool = False,
     ) -> None:
         """
         Args:
             settings: rounding, thresholds.
             warn: shows a warning to the user.
+            streamed: ranks send from device to device, and the engines have loaded a push when it was sent.
         """
+        self._streamed = streamed
         self._policy, self._engines, self._settings, self._warn = policy, engines, settings, warn
         self.version = 0
 
@@ -49,8 +57,11 @@ class WeightSync:
         """
         start = time.perf_counter()
         push = self._policy.send(self.version + 1, must_differ=after_update)
-        payload = self._policy.payload() if self._engines.needs_payload else None
-        reports = self._engines.load(push.manifest, payload)
+        if self._streamed:
+            reports = self._engines.confirm(push.manifest)
+        else:
+            payload = self._policy.payload() if self._engines.needs_payload else None
+            reports = self._engines.load(push.manifest, payload)
         self.version = push.manifest.version
         # Where the engines merged, each of their workers measured the same update; one of them speaks for all.
         fidelity = push.fidelity or reports[0].fidelity
@@ -96,7 +107,8 @@ class WeightSync:
         for worker, scores in zip(self._engines.workers, self._engines.score(probes), strict=True):
             ours = np.concatenate([trainer[row, 1 : len(p)] for row, p in enumerate(probes)])
             difference = float(np.abs(ours - np.concatenate([np.asarray(s) for s in scores])).mean())
-            worst = max(worst, difference)
+            # Unlike max(), keeps a NaN.
+            worst = float(np.maximum(worst, difference))
             if tolerance is not None and not difference <= tolerance:
                 raise SyncError(
                     f"{worker.name} and the trainer disagree about weight version {self.version}: mean |difference| of "

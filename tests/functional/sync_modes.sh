@@ -72,8 +72,8 @@ sys.exit(failed or less <= 3)
 PYTHON
 
 adapter=$work/merged/adapter
-uv run examples/export_adapter.py "$adapter" "$work/hf" --format merged >/dev/null
-uv run examples/export_adapter.py "$adapter" "$work/peft" --format peft >/dev/null
+uv run examples/export_adapter.py --adapter "$adapter" --out "$work/hf" >/dev/null
+uv run examples/export_adapter.py --adapter "$adapter" --out "$work/peft" --format peft >/dev/null
 for file in hf/model.safetensors hf/config.json hf/tokenizer.json peft/adapter_model.safetensors; do
   [[ -e $work/$file ]] && echo "PASS   export: $file" || { echo "FAIL   export: $file is missing"; exit 1; }
 done
