@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
+
+from lora_rl.cluster.workers import WorkerError
 
 
 @dataclass(frozen=True)
@@ -25,17 +28,19 @@ def place(
     """Reserve resources for a job in the running Ray cluster.
 
     Apart (not colocated), ranks and engines get placement groups of their own: one bundle per rank, one bundle per
-    engine that holds all its processes. Colocated, they take turns: on GPUs each claims half of a device.
+    engine that holds all its processes. Colocated, they take turns on the devices of this machine: rank n computes on
+    the n-th, engine n on the n-th run of `engine_tp`.
 
     Raises:
-        RuntimeError: the cluster does not have the resources within `timeout_s`; the message says what was asked for.
+        WorkerError: the cluster does not have the resources within `timeout_s`; the message says what was asked for.
     """
     gpu = platform == "cuda"
     if colocated:
-        share = 0.5 if gpu else 0
+        devices = visible_devices(world_size) if gpu else []
+        # Ray would pack fractions of GPUs onto as few as possible, and give an engine of two one whole GPU.
         return Placement(
-            ranks=[{"num_cpus": 1, "num_gpus": share}] * world_size,
-            engines=[{"num_cpus": 1, "num_gpus": share * engine_tp}] * num_engines,
+            ranks=[_on(devices)] * world_size,
+            engines=[_on(devices[n * engine_tp : (n + 1) * engine_tp]) for n in range(num_engines)],
         )
     rank = {"CPU": 1, **({"GPU": 1} if gpu else {})}
     engine = {"CPU": 1, **({"GPU": engine_tp} if gpu else {})}
@@ -45,6 +50,21 @@ def place(
     )
 
 
+def visible_devices(count: int) -> list[str]:
+    """Names of the first `count` GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [n.strip() for n in allowed.split(",")] if allowed else [str(n) for n in range(count)]
+    return names[:count]
+
+
+def _on(devices: list[str]) -> dict[str, Any]:
+    """Options of an actor that sees these GPUs; none: it is left as it is."""
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0}
+    if devices:
+        options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(devices)}}
+    return options
+
+
 def _bundles(bundles: list[dict[str, float]], what: str, timeout_s: float) -> list[dict[str, Any]]:
     import ray
     from ray.util.placement_group import placement_group
@@ -52,7 +72,7 @@ def _bundles(bundles: list[dict[str, float]], what: str, timeout_s: float) -> li
 
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(timeout_s):
-        raise RuntimeError(
+        raise WorkerError(
             f"no room for the {what}: {len(bundles)} x {bundles[0]} within {timeout_s:.0f} s; the cluster has "
             f"{ray.cluster_resources()}, of which {ray.available_resources()} are free"
         )

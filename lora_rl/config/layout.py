@@ -158,11 +158,11 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
         )
         return
     if world_size == 0 and not config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
-        yield Violation(
-            "policy.generation.colocated.resources.gpus_per_node",
-            f"leaves no GPU of cluster.gpus_per_node = {config.cluster.gpus_per_node} for the trainer; lower it",
-            own,
-        )
+        key, value = "policy.generation.vllm_cfg.tensor_parallel_size", engine_tp
+        if own is not None:
+            key, value = "policy.generation.colocated.resources.gpus_per_node", own
+        problem = f"leaves no GPU of cluster.gpus_per_node = {config.cluster.gpus_per_node} for the trainer; lower it"
+        yield Violation(key, problem, value)
         return
     if world_size == 0:
         problem = "no GPU was found on this machine; set it to the GPUs per node, or cluster.platform to cpu"

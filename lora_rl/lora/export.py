@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -50,10 +51,30 @@ def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "
                     target = tensor.dtype if dtype == "base" else getattr(torch, dtype)
                     module = name.removesuffix(".weight")
                     unused.discard(module)
-                    tensors[name], _ = merge(
-                        tensor, adapter.tensors.get(module), dtype=target, rounding="nearest", seed=0
-                    )
+                    try:
+                        tensors[name], _ = merge(
+                            tensor, adapter.tensors.get(module), dtype=target, rounding="nearest", seed=0
+                        )
+                    except ValueError as error:
+                        raise ValueError(f"{module}: {error}") from error
             save_file(tensors, str(folder / file.name), metadata={"format": "pt"})
         if unused:
             raise ValueError(f"{base} has no weights for the adapter's modules {', '.join(sorted(unused)[:4])}")
+        if dtype != "base":
+            _note_dtype(folder, dtype)
         os.replace(folder, out)
+
+
+def _note_dtype(folder: Path, dtype: str) -> None:
+    """Keep what config.json and the shards' index say about the weights true."""
+    config = json.loads((folder / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    (folder / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+    for index in folder.glob("*.safetensors.index.json"):
+        content = json.loads(index.read_text())
+        size = 0
+        for file in folder.glob("*.safetensors"):
+            with safe_open(str(file), framework="pt") as handle:
+                size += sum(handle.get_tensor(n).nbytes for n in handle.keys())  # noqa: SIM118 - not a dict
+        content.setdefault("metadata", {})["total_size"] = size
+        index.write_text(json.dumps(content, indent=2) + "\n")

@@ -80,6 +80,24 @@ class PolicyActor:
         """See `PolicyRank.logprobs`."""
         return self.rank.logprobs(shard, microbatches, **options)
 
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def state(self) -> Any:
+        """(adapter, training state) of the whole policy on rank 0, None on the others. Collective."""
+        from lora_rl.policy.export import export_peft
+        from lora_rl.policy.state import gather_state
+
+        adapter, state = export_peft(self.rank.model), gather_state(self.rank)
+        return None if state is None else (adapter, state)
+
+    def load_state(self, adapter: Any, state: Any, *, with_random: bool) -> None:
+        """Continue from what `state` returned, at any layout. Collective."""
+        from lora_rl.policy.export import import_peft
+        from lora_rl.policy.state import load_state
+
+        import_peft(self.rank.model, adapter)
+        load_state(self.rank, state, with_random=with_random)
+
     # -- memory ------------------------------------------------------------------------------------------------
 
     def offload(self) -> None:

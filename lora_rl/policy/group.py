@@ -25,6 +25,8 @@ from lora_rl.sync.sender import Push
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
+    from lora_rl.lora.peft_io import PeftAdapter
+    from lora_rl.policy.state import PolicyState
     from lora_rl.rollout.types import TrainBatch
 
 
@@ -147,6 +149,23 @@ class PolicyGroup:
         push = wait(calls, timeout_s=self._timeout, doing="sending weights")[0]
         assert push is not None
         return push
+
+    def state(self) -> tuple[PeftAdapter, PolicyState]:
+        """The adapters and the training state of the whole policy."""
+        calls = [w.call("state") for w in self.workers]
+        return wait(calls, timeout_s=self._timeout, doing="gathering the checkpoint")[0]
+
+    def load_state(self, adapter: PeftAdapter, state: PolicyState, *, same_layout: bool) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            same_layout: it was taken on the same tp x pp x dp, so that random generators can be restored.
+        """
+        import ray
+
+        shared = (ray.put(adapter), ray.put(state))
+        calls = [w.call("load_state", *shared, with_random=same_layout) for w in self.workers]
+        wait(calls, timeout_s=self._timeout, doing="restoring the checkpoint")
 
     def save_adapter(self, path: Path) -> None:
         """Write the current adapters as a PEFT directory, which must not exist yet."""

@@ -88,7 +88,7 @@ class EnginePool:
 
         Raises:
             WorkerError: an engine failed, died or hung.
-            RuntimeError: a completion was sampled by other weights than the last push.
+            SyncError: a completion was sampled by other weights than the last push.
         """
         size = -(-len(requests) // len(self.workers))
         parts = [list(requests[i : i + size]) for i in range(0, len(requests), size)]
@@ -97,7 +97,7 @@ class EnginePool:
         completions = [completion for answer in answers for completion in answer]
         wrong = {c.weight_version for c in completions} - {self.weight_version}
         if wrong:
-            raise RuntimeError(f"completions of weight versions {sorted(wrong)}, but {self.weight_version} was pushed")
+            raise SyncError(f"completions of weight versions {sorted(wrong)}, but {self.weight_version} was pushed")
         return completions
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[list[float]]]:

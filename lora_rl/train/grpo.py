@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample
+from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
 from lora_rl.train.job import Job, start_job
+from lora_rl.train.resume import Stop, is_save_step, take
 
 if TYPE_CHECKING:
     from lora_rl.algorithm import GroupAdvantages
@@ -23,37 +26,86 @@ ADAPTER_FOLDER = "adapter"
 
 
 def run_grpo(
-    config: RunConfig, layout: Layout, console: Console, recorder: RunRecorder, timer: PhaseTimer, run_dir: Path
+    config: RunConfig,
+    layout: Layout,
+    console: Console,
+    recorder: RunRecorder,
+    timer: PhaseTimer,
+    run_dir: Path,
+    *,
+    stop: Stop,
+    store: CheckpointStore | None = None,
+    resume: Checkpoint | None = None,
 ) -> None:
     """Start the job and train for `grpo.max_num_steps` steps.
+
+    Args:
+        stop: asked at the end of each step.
+        store: where checkpoints go; None: none are written.
+        resume: what to continue from.
 
     Raises:
         WorkerError, SyncError: see `lora_rl.train.job` and `lora_rl.train.weights`.
     """
     with ExitStack() as stack:
         with timer("startup"):
-            job = stack.enter_context(start_job(config, layout, console, run_dir))
+            job = stack.enter_context(start_job(config, layout, console, run_dir, resume))
+        if resume is not None:
+            # The start-up of this process belongs to no step.
+            timer.end_step()
+
+        def save(step: int, record: dict[str, float]) -> None:
+            if store is not None:
+                path = store.save(take(job, config, layout, step, record, recorder.path))
+                console.info(f"checkpoint  {path}")
+
         try:
-            train(job, config, console, recorder, timer)
+            train(job, config, console, recorder, timer, stop=stop, save=save, done=resume.step if resume else None)
         except KeyboardInterrupt:
             # Whatever was trained so far is the user's; a rank in mid-step saves after it.
-            job.policy.save_adapter(run_dir / ADAPTER_FOLDER)
+            keep_adapter(job, run_dir / ADAPTER_FOLDER)
             raise
-        job.policy.save_adapter(run_dir / ADAPTER_FOLDER)
+        keep_adapter(job, run_dir / ADAPTER_FOLDER)
 
 
-def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, timer: PhaseTimer) -> None:
-    """The training loop over a started job."""
+def keep_adapter(job: Job, path: Path) -> None:
+    """Leave the adapter in the run folder, in place of that of an earlier start."""
+    if path.exists():
+        shutil.rmtree(path)
+    job.policy.save_adapter(path)
+
+
+def train(
+    job: Job,
+    config: RunConfig,
+    console: Console,
+    recorder: RunRecorder,
+    timer: PhaseTimer,
+    *,
+    stop: Stop,
+    save: Callable[[int, dict[str, float]], None],
+    done: int | None = None,
+) -> None:
+    """The training loop over a started job.
+
+    Args:
+        save: writes a checkpoint after a step, given its record.
+        done: steps of an earlier start that this one continues; None: a new run.
+
+    Raises:
+        KeyboardInterrupt: a signal asked to stop; the step was finished and saved.
+    """
     from lora_rl.rollout.source import SyncRolloutSource
     from lora_rl.rollout.types import build_train_batch
     from lora_rl.train.weights import check_drift, parity_tolerance
 
     source = SyncRolloutSource(job.generator, job.prompts, config)
     console.state.total_steps = last_step = number_of_steps(config, len(job.prompts))
-    before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
-    console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
+    if done is None:
+        before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
+        console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
 
-    for step in range(1, last_step + 1):
+    for step in range((done or 0) + 1, last_step + 1):
         with timer("generation"):
             job.turns.to_engines()
             rollouts = source.next_step(step)
@@ -90,6 +142,13 @@ def train(job: Job, config: RunConfig, console: Console, recorder: RunRecorder, 
             timer.end_step(tokens=tokens_per_phase(rollouts, kept)),
         )
         console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
+        if is_save_step(step, last_step, config) or stop.requested:
+            save(step, record)
+        if stop.signalled:
+            raise KeyboardInterrupt
+        if stop.time_is_up:
+            console.info("checkpointing.checkpoint_must_save_by is reached; the same command continues this run")
+            return
 
 
 # -- the verbs of a step -------------------------------------------------------------------------------------------

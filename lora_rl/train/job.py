@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lora_rl.rollout.pool import EnginePool
     from lora_rl.rollout.source import Generator
     from lora_rl.track import Console
+    from lora_rl.train.checkpoint import Checkpoint
     from lora_rl.train.turns import Turns
     from lora_rl.train.weights import WeightSync
 
@@ -38,6 +39,7 @@ class Job:
         prompts: training prompts, with the cursor.
         held_out: validation prompts, disjoint from `prompts`.
         probes: token sequences on which trainer and engines are compared.
+        identity: see `lora_rl.train.resume.identity`.
         facts: numbers about the model and the start, as metrics of step 0.
     """
 
@@ -49,6 +51,7 @@ class Job:
     prompts: PromptSource
     held_out: list[Prompt]
     probes: list[tuple[int, ...]]
+    identity: dict[str, Any]
     facts: dict[str, float]
 
 
@@ -73,10 +76,15 @@ def load_data(config: RunConfig) -> tuple[Tokenizer, PromptSource, list[Prompt]]
 
 
 @contextmanager
-def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path) -> Iterator[Job]:
+def start_job(
+    config: RunConfig, layout: Layout, console: Console, run_dir: Path, resume: Checkpoint | None = None
+) -> Iterator[Job]:
     """Start every process, load the model on both sides, push the first weights; stop everything at the end.
 
     The two expensive starts, vLLM's and Megatron's, overlap.
+
+    Args:
+        resume: a checkpoint to continue from, checked to fit the configuration.
 
     Raises:
         WorkerError: a process could not be started.
@@ -88,6 +96,15 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
             "to 1"
         )
     tokenizer, prompts, held_out = load_data(config)
+    same = None
+    if config.checkpointing.enabled:
+        from lora_rl.train.resume import check_fits, identity
+
+        same = identity(config, prompts)
+        if resume is not None:
+            check_fits(resume, same)
+    if resume is not None:
+        prompts.load_state_dict(resume.cursor)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -130,6 +147,9 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
             console.warn,
             streamed=sync_backend(config, layout) != SHARED_MEMORY,
         )
+        if resume is not None:
+            with console.startup(f"checkpoint of step {resume.step}"):
+                _restore(resume, policy, weights, layout)
         with console.startup("weights") as task:
             task.update("opening the transfer")
             backend = sync_backend(config, layout)
@@ -163,8 +183,18 @@ def start_job(config: RunConfig, layout: Layout, console: Console, run_dir: Path
             prompts=prompts,
             held_out=held_out,
             probes=probes,
+            identity=same if same is not None else {},
             facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
         )
+
+
+def _restore(resume: Checkpoint, policy: PolicyGroup, weights: WeightSync, layout: Layout) -> None:
+    from lora_rl.policy.state import PolicyState
+
+    state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random)
+    same = resume.layout == {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    policy.load_state(resume.adapter, state, same_layout=same)
+    weights.resume(resume.weight_version, resume.payload_digest)
 
 
 def _build(config: RunConfig, console: Console, engines: list[Worker], ranks: list[Worker]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from lora_rl.policy.group import PolicyGroup
 from lora_rl.rollout.pool import EnginePool
 from lora_rl.rollout.types import TrainBatch
 from lora_rl.sync.errors import SyncError
+from lora_rl.sync.manifest import Manifest
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -40,6 +41,17 @@ class WeightSync:
         self._streamed = streamed
         self._policy, self._engines, self._settings, self._warn = policy, engines, settings, warn
         self.version = 0
+        self.payload = ""
+        self._expected: str | None = None
+
+    def resume(self, version: int, payload: str) -> None:
+        """Make the next push the one of a checkpoint again: same version, and, in the same mode, the same payload.
+
+        Args:
+            version: of the last push before the checkpoint.
+            payload: `payload` then.
+        """
+        self.version, self._expected = version - 1, payload
 
     def push(self, *, after_update: bool) -> dict[str, float]:
         """Give the engines the policy's current weights as the next version.
@@ -63,6 +75,8 @@ class WeightSync:
             payload = self._policy.payload() if self._engines.needs_payload else None
             reports = self._engines.load(push.manifest, payload)
         self.version = push.manifest.version
+        self.payload = self._describe(push.manifest)
+        self._check_expected()
         # Where the engines merged, each of their workers measured the same update; one of them speaks for all.
         fidelity = push.fidelity or reports[0].fidelity
         measured = fidelity.metrics() if fidelity is not None else {}
@@ -74,6 +88,21 @@ class WeightSync:
             "sync/seconds": time.perf_counter() - start,
             **measured,
         }
+
+    def _describe(self, manifest: Manifest) -> str:
+        """The digest of a push, with what it depends on besides the weights."""
+        types = sorted({entry.dtype for entry in manifest.entries})
+        return f"{manifest.mode} {manifest.rounding} {','.join(types)} {manifest.digest}"
+
+    def _check_expected(self) -> None:
+        expected, self._expected = self._expected, None
+        if expected is None or expected.rpartition(" ")[0] != self.payload.rpartition(" ")[0]:
+            return
+        if expected != self.payload:
+            raise SyncError(
+                f"the first push after resuming has digest {self.payload.rpartition(' ')[2]}, but that of the "
+                f"checkpoint was {expected.rpartition(' ')[2]}: the engines would sample from other weights than before"
+            )
 
     def _check_retention(self, measured: dict[str, float]) -> None:
         least, retention = self._settings.min_retention, measured.get("sync/retention")

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 from lora_rl.rollout.engine import EngineSettings
@@ -24,7 +25,8 @@ class EngineFailed(AssertionError):
 
 
 class EngineProcess:
-    """`call` runs a method of `Engine` in the child; `trial` runs several in a fork of it and throws the fork away."""
+    """`call` runs a method of `Engine`, or of a part of it such as `llm.sleep`, in the child; `trial` runs several in a
+    fork of it and throws the fork away."""
 
     def __init__(self, settings: EngineSettings) -> None:
         context = get_context("spawn")
@@ -98,6 +100,6 @@ def _serve(settings: EngineSettings, pipe: Connection) -> None:
 
 def _run(engine: Any, calls: Any) -> tuple[str, Any, str]:
     try:
-        return "ok", [getattr(engine, method)(*args) for method, args in calls], ""
+        return "ok", [attrgetter(method)(engine)(*args) for method, args in calls], ""
     except Exception as error:
         return type(error).__name__, str(error), traceback.format_exc()

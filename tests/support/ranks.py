@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def run_ranks(
                     raise RankFailed(f"ranks {sorted(set(range(world)) - set(answers))} gave no answer") from None
                 if not ok:
                     raise RankFailed(f"rank {rank} failed:\n{value}")
-                answers[rank] = value
+                answers[rank] = pickle.loads(value)
         finally:
             for process in processes:
                 process.join(timeout=5)
@@ -78,6 +79,7 @@ def _rank(
         value = function(*args)
         # Nobody leaves while a peer still communicates.
         dist.barrier()
-        results.put((rank, True, value))
+        # Pickled here: the queue would pass tensors as shared memory, which ends with this process.
+        results.put((rank, True, pickle.dumps(value)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

@@ -1,13 +1,16 @@
-"""Fixtures that several folders share because they are slow: models, surveys of the policy, one vLLM engine."""
+"""Fixtures that several folders share because they are slow: models, surveys of the policy, a vLLM engine, a Ray."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lora_rl.cluster.local import ray_session
+from lora_rl.cluster.workers import Worker
 from lora_rl.config import derive_layout
 from lora_rl.rollout.pool import engine_settings
 from tests.support.configs import tiny_config, with_peft
@@ -63,3 +66,28 @@ def engine(models: dict[str, Path]) -> Iterator[EngineProcess]:
     process = EngineProcess(engine_settings(config, derive_layout(config)))
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Ray of four logical CPUs."""
+    with ray_session(address=None, num_cpus=4, num_gpus=0, log_file=tmp_path_factory.mktemp("ray") / "ray.log"):
+        yield
+
+
+@pytest.fixture
+def start_worker(local_ray: None, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """`start_worker(name, kind, *args, **options)`: an actor of the class `kind` for the length of the test."""
+    started = []
+
+    # Not at the top: Ray reads part of its environment, which `ray_session` sets, when it is imported.
+    import ray
+
+    def start(name: str, kind: type, *args: Any, **options: Any) -> Worker:
+        handle = ray.remote(kind).options(**{"num_cpus": 0, "max_restarts": 0, **options}).remote(*args)
+        started.append(Worker(name, handle, tmp_path / f"{name}.log"))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        ray.kill(worker.handle)

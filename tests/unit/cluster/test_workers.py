@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lora_rl.cluster import workers
-from lora_rl.cluster.local import ray_session
 from lora_rl.cluster.workers import Worker, WorkerError, wait
 
 pytestmark = pytest.mark.e2e
@@ -45,28 +44,9 @@ class Toy:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ray_session(address=None, num_cpus=4, num_gpus=0, log_file=tmp_path_factory.mktemp("ray") / "ray.log"):
-        yield
-
-
 @pytest.fixture
-def start(local_ray: None, tmp_path: Path) -> Iterator[Callable[[str], Worker]]:
-    started = []
-
-    # Not at the top: Ray reads part of its environment, which `ray_session` sets, when it is imported.
-    import ray
-
-    def new(name: str) -> Worker:
-        log = tmp_path / f"{name}.log"
-        handle = ray.remote(Toy).options(num_cpus=0, max_restarts=0).remote(str(log))
-        started.append(Worker(name, handle, log))
-        return started[-1]
-
-    yield new
-    for worker in started:
-        ray.kill(worker.handle)
+def start(start_worker: Callable[..., Worker], tmp_path: Path) -> Callable[[str], Worker]:
+    return lambda name: start_worker(name, Toy, str(tmp_path / f"{name}.log"))
 
 
 def test_results_come_in_order_of_the_calls(start: Callable[[str], Worker]) -> None:

@@ -60,6 +60,43 @@ def test_cuda_has_an_engine_on_every_group_of_gpus(config_file, wide_model):
     assert (got.threads_per_rank, got.threads_per_engine) == (8, 8)
 
 
+APART = ["policy.generation.colocated.enabled=false"]
+OWN = "policy.generation.colocated.resources.gpus_per_node"
+ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "num_engines", "num_gpus"),
+    [
+        (["cluster.gpus_per_node=4", f"{OWN}=2"], 2, 2, 4),
+        (["cluster.gpus_per_node=8", f"{OWN}=4", f"{ENGINE_TP}=2"], 4, 2, 8),
+        # null: one engine.
+        (["cluster.gpus_per_node=4", f"{ENGINE_TP}=2"], 2, 1, 4),
+        (["cluster.gpus_per_node=4", f"{OWN}=2", "cluster.num_nodes=2", "cluster.address=auto"], 4, 4, 8),
+    ],
+)
+def test_engines_on_gpus_of_their_own(config_file, overrides, world_size, num_engines, num_gpus):
+    got = derive_layout(load_config(config_file, ["cluster.platform=cuda", *APART, *overrides]), cores=16)
+    assert (got.world_size, got.num_engines, got.num_gpus) == (world_size, num_engines, num_gpus)
+    assert not got.colocated
+    assert "on resources of their own" in got.describe()
+
+
+def test_engines_that_take_turns_add_no_gpus(config_file):
+    got = derive_layout(load_config(config_file, ["cluster.platform=cuda", "cluster.gpus_per_node=4"]), cores=16)
+    assert (got.world_size, got.num_engines, got.num_gpus) == (4, 4, 4)
+    assert got.colocated
+    assert "taking turns with the ranks" in got.describe()
+
+
+def test_engines_apart_on_the_cpu(config_file):
+    """They take nothing from the ranks, and no GPUs."""
+    got = derive_layout(load_config(config_file, [*APART, f"{OWN}=2", f"{TP}=2"]), cores=8)
+    assert (got.world_size, got.num_engines, got.num_gpus, got.colocated) == (2, 2, 0, False)
+    one = derive_layout(load_config(config_file, [*APART, f"{ENGINE_TP}=2"]), cores=8)
+    assert (one.num_engines, one.engine_tp, one.num_gpus) == (1, 2, 0)
+
+
 def test_ranks_are_ordered_tp_then_dp_then_pp(config_file):
     got = derive_layout(load_config(config_file, ["cluster.gpus_per_node=8", f"{TP}=2", f"{PP}=2"]), cores=8)
     coordinates = [got.coordinates(rank) for rank in range(got.world_size)]

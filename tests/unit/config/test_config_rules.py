@@ -17,6 +17,9 @@ PEFT = "policy.megatron_cfg.peft"
 TARGETS = f"{PEFT}.target_modules"
 SCHEDULER = "policy.megatron_cfg.scheduler"
 VLLM = "policy.generation.vllm_cfg"
+SYNC = "policy.generation.weight_sync"
+COLOCATED = "policy.generation.colocated"
+OWN_GPUS = f"{COLOCATED}.resources.gpus_per_node"
 CORRECTION = f"{LOSS}.use_importance_sampling_correction=true"
 
 # (overrides, key that is reported, part of the message, overrides that mend it)
@@ -110,6 +113,48 @@ CASES = [
         "policy.generation.colocated.resources.num_nodes",
         "has no effect while",
         None,
+    ),
+    (
+        [f"{COLOCATED}.enabled=false", f"{OWN_GPUS}=3", f"{VLLM}.tensor_parallel_size=2"],
+        OWN_GPUS,
+        "must be a multiple of policy.generation.vllm_cfg.tensor_parallel_size = 2",
+        4,
+    ),
+    (
+        ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{COLOCATED}.enabled=false", f"{OWN_GPUS}=2"],
+        OWN_GPUS,
+        "leaves no GPU of cluster.gpus_per_node = 2 for the trainer",
+        1,
+    ),
+    (
+        [f"{SYNC}.mode=adapter", f"{SYNC}.rounding=stochastic"],
+        f"{SYNC}.rounding",
+        "has no effect in mode adapter, which never rounds merged weights; leave it at nearest",
+        "nearest",
+    ),
+    (
+        [f"{SYNC}.mode=adapter", f"{SYNC}.min_retention=0.5"],
+        f"{SYNC}.min_retention",
+        "has no effect in mode adapter, which delivers the whole update; leave it null",
+        None,
+    ),
+    (
+        [f"{SYNC}.mode=adapter", f"{PEFT}.dim=513"],
+        f"{PEFT}.dim",
+        "vLLM serves adapters up to rank 512; lower it, or use policy.generation.weight_sync.mode merged",
+        512,
+    ),
+    (
+        [f"{SYNC}.mode=adapter_merge", f"{VLLM}.load_format=dummy"],
+        f"{VLLM}.load_format",
+        "mode adapter_merge leaves untargeted weights as the engine loaded them; use auto",
+        "auto",
+    ),
+    (
+        [f"{SYNC}.mode=adapter", f"{VLLM}.load_format=dummy"],
+        f"{VLLM}.load_format",
+        "mode adapter leaves untargeted weights as the engine loaded them; use auto",
+        "auto",
     ),
     (
         [f"{SCHEDULER}.lr_warmup_iters=10", f"{SCHEDULER}.lr_decay_iters=10"],
@@ -206,6 +251,26 @@ def test_every_rule_fires_in_some_case(refused, monkeypatch):
         refused(*overrides)
     refused("policy.model_name=./nowhere")
     assert fired == {rule.__name__ for rule in (*RULES, *MODEL_RULES)}
+
+
+def test_keys_of_one_sync_mode_are_accepted_in_the_others(config_file):
+    for mode in ("merged", "adapter_merge"):
+        options = [f"{SYNC}.rounding=stochastic", f"{SYNC}.min_retention=0.5", f"{PEFT}.dim=1024"]
+        load_config(config_file, [f"{SYNC}.mode={mode}", *options])
+    load_config(config_file, [f"{SYNC}.mode=merged", f"{VLLM}.load_format=dummy"])
+
+
+def test_every_mistake_of_a_sync_mode_is_reported(refused):
+    options = [f"{SYNC}.rounding=stochastic", f"{SYNC}.min_retention=0.5", f"{PEFT}.dim=513"]
+    violations = refused(f"{SYNC}.mode=adapter", *options, f"{VLLM}.load_format=dummy")
+    assert set(violations) == {f"{SYNC}.rounding", f"{SYNC}.min_retention", f"{PEFT}.dim", f"{VLLM}.load_format"}
+
+
+def test_one_number_of_own_gpus_is_refused_once(refused):
+    """Three GPUs are no whole number of engines, and also more than the node has."""
+    overrides = ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{COLOCATED}.enabled=false"]
+    violations = refused(*overrides, f"{OWN_GPUS}=3", f"{VLLM}.tensor_parallel_size=2")
+    assert "must be a multiple of" in violations[OWN_GPUS].problem
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: capability.key)
@@ -325,14 +390,14 @@ def test_three_mistakes_give_three_messages(refused):
 
 def test_schema_and_rule_violations_come_together(refused):
     violations = refused(
-        "grpo.seed=x", "grpo.nope=1", "grpo.num_generations_per_prompt=1", "checkpointing.enabled=true", "a"
+        "grpo.seed=x", "grpo.nope=1", "grpo.num_generations_per_prompt=1", "logger.wandb_enabled=true", "a"
     )
     assert set(violations) == {
         "a",
         "grpo.nope",
         "grpo.seed",
         "grpo.num_generations_per_prompt",
-        "checkpointing.enabled",
+        "logger.wandb_enabled",
     }
 
 

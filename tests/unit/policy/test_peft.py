@@ -100,7 +100,5 @@ def test_an_adapter_that_does_not_fit_is_refused(
 
 def test_an_adapter_of_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     make_adapter(models["untied"], tmp_path / "theirs", r=2, lora_alpha=6, target_modules=["q_proj"])
-    with pytest.raises(
-        RankFailed, match=r"with A \[2, 128\] and B .* does not fit a 128 x 64 matrix"
-    ):
+    with pytest.raises(RankFailed, match=r"with A \[2, 128\] and B .* does not fit a 128 x 64 matrix"):
         run_ranks(import_and_export, tiny_config(models["tied"]), tmp_path / "theirs", BATCH_SEED, tmp_path / "ours")

@@ -176,10 +176,12 @@ def test_an_adapter_without_a_base_tensor_is_an_error() -> None:
 
 
 def test_opening_names_the_tensors_and_the_size() -> None:
-    transfer = new_sender(Live()).open()
+    sender, other = new_sender(Live()), new_sender(Live(), "adapter")
+    transfer, adapters = sender.open(), other.open()
+    for opened_sender in (sender, other):
+        opened_sender.close_name()
     assert transfer.names == ("q.weight", "k.weight", "norm")
     assert transfer.nbytes == 2 * 128 + 28
-    adapters = new_sender(Live(), "adapter").open()
     assert adapters.names == ("k.lora_A", "k.lora_B", "q.lora_A", "q.lora_B")
 
 

@@ -13,7 +13,15 @@ import pytest
 from lora_rl.config import RunConfig
 from lora_rl.data import PromptSource, load_tokenizer
 from lora_rl.rollout.source import Generator
-from lora_rl.rollout.types import Rollout, StopReason, TrainBatch, build_train_batch
+from lora_rl.rollout.types import (
+    Completion,
+    GenerationRequest,
+    Rollout,
+    SamplingSettings,
+    StopReason,
+    TrainBatch,
+    build_train_batch,
+)
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, read_metrics
 from lora_rl.train.grpo import (
@@ -28,6 +36,7 @@ from lora_rl.train.grpo import (
     train,
 )
 from lora_rl.train.job import Job
+from lora_rl.train.resume import Stop
 from lora_rl.train.weights import check_drift, parity_tolerance
 from tests.support.configs import tiny_config
 from tests.support.rollouts import ScriptedEngines, completion, prompt, rollout
@@ -157,9 +166,11 @@ def test_drift_is_an_error_only_where_equality_is_promised(models: dict[str, Pat
 class RecordingPolicy:
     """Stands where `PolicyGroup` does and keeps what it was asked to train on."""
 
+    order: list[str]
     trained: list[tuple[TrainBatch, list[list[int]]]] = field(default_factory=list)
 
     def train(self, batch: TrainBatch, parts: list[list[int]]) -> dict[str, float]:
+        self.order.append("train")
         self.trained.append((batch, parts))
         return {"loss": 0.25, "token_mult_prob_error": 1.0}
 
@@ -168,42 +179,95 @@ class RecordingPolicy:
 class RecordingWeights:
     """Stands where `WeightSync` does."""
 
+    order: list[str]
     pushes: list[bool] = field(default_factory=list)
+    probed: list[tuple[list[tuple[int, ...]], float | None]] = field(default_factory=list)
 
     def push(self, *, after_update: bool) -> dict[str, float]:
+        self.order.append("push")
         self.pushes.append(after_update)
         return {"sync/version": 1 + len(self.pushes)}
+
+    def check_parity(self, probes: list[tuple[int, ...]], tolerance: float | None) -> float:
+        self.order.append("probe")
+        self.probed.append((probes, tolerance))
+        return 0.125
+
+
+@dataclass
+class RecordingTurns:
+    """Stands where `Turns` does."""
+
+    order: list[str]
+    ledgers: int = 0
+
+    def to_engines(self) -> None:
+        self.order.append("to_engines")
+
+    def to_trainer(self) -> None:
+        self.order.append("to_trainer")
+
+    def to_both(self, *, generating: bool = False) -> None:
+        self.order.append("to_both generating" if generating else "to_both")
+
+    def note(self, phase: str) -> None:
+        self.order.append(f"note {phase}")
+
+    def ledger(self) -> dict[str, float]:
+        self.ledgers += 1
+        return {"memory/sync/ranks_gib": float(self.ledgers)}
+
+
+@dataclass
+class OrderedEngines(ScriptedEngines):
+    """Scripted engines that also enter each batch into the common order."""
+
+    order: list[str] = field(default_factory=list)
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSettings) -> list[Completion]:
+        self.order.append("generate")
+        return super().generate(requests, sampling)
 
 
 @dataclass
 class Loop:
     policy: RecordingPolicy
     weights: RecordingWeights
-    engines: ScriptedEngines
+    engines: OrderedEngines
+    order: list[str]
     records: list[dict[str, Any]]
     output: str
+
+
+PROBES = [(5, 6, 7), (8, 9)]
 
 
 def run_loop(config: RunConfig, folder: Path, model: Path, answers: str) -> Loop:
     """Three steps over prompts whose answer is 7; completion n of the run says the n-th of `answers`."""
     tokenizer = load_tokenizer(model)
     script = iter(answers * 1000)
-    engines = ScriptedEngines(lambda r: completion((*tokenizer.encode(next(script)), tokenizer.eos_token_id)))
-    policy, weights, timer = RecordingPolicy(), RecordingWeights(), PhaseTimer()
+    order: list[str] = []
+    engines = OrderedEngines(
+        lambda r: completion((*tokenizer.encode(next(script)), tokenizer.eos_token_id)), order=order
+    )
+    policy, weights, timer = RecordingPolicy(order), RecordingWeights(order), PhaseTimer()
     job = Job(
         policy=policy,
         engines=engines,
         weights=weights,
+        turns=RecordingTurns(order),
         generator=Generator(engines, tokenizer, config.grpo.seed),
         prompts=PromptSource([prompt(str(n)) for n in range(50)]),
         held_out=[prompt(f"held out {n}") for n in range(6)],
+        probes=PROBES,
+        identity={},
         facts={"model/parameters": 5.0},
     )
     with (folder / "out.txt").open("w") as stream, RunRecorder(folder) as recorder:
         console = Console("plain", 3, timer=timer, stream=stream)
         with console:
-            train(job, config, console, recorder, timer)
-    return Loop(policy, weights, engines, read_metrics(recorder.path), (folder / "out.txt").read_text())
+            train(job, config, console, recorder, timer, stop=Stop(saves=False), save=lambda step, record: None)
+    return Loop(policy, weights, engines, order, read_metrics(recorder.path), (folder / "out.txt").read_text())
 
 
 @pytest.fixture
@@ -227,6 +291,41 @@ def test_the_loop_trains_pushes_validates_and_logs(short: RunConfig, models: dic
     assert validations[0] == validations[2] == validations[4]
     training = [request for asked, _ in loop.engines.asked if len(asked) == 16 for request in asked]
     assert len({request.seed for request in training}) == 48
+
+
+GENERATION = ["to_engines", "generate", "note generation"]
+TRAINING = ["to_trainer", "train", "note training"]
+SYNC = ["to_both", "push", "note sync"]
+VALIDATION = ["to_engines", "generate", "generate"]
+PROBING = ["to_both generating", "push", "probe", "note sync"]
+
+
+def test_each_side_has_its_turn_before_it_works(short: RunConfig, models: dict[str, Path], tmp_path: Path) -> None:
+    step = [*GENERATION, *TRAINING, *SYNC]
+    loop = run_loop(short, tmp_path, models["tied"], "78")
+    assert loop.order == [*VALIDATION, *step, *step, *VALIDATION, *step, *VALIDATION]
+    # The ledger is taken once per step and belongs to it.
+    assert [r.get("memory/sync/ranks_gib") for r in loop.records] == [None, 1, 2, 3]
+
+
+def test_probes_follow_their_period(models: dict[str, Path], tmp_path: Path) -> None:
+    config = tiny_config(models["tied"], "policy.generation.weight_sync.probe_period=2")
+    config = with_grpo(config, max_num_steps=3, val_period=0, val_at_start=False)
+    loop = run_loop(config, tmp_path, models["tied"], "78")
+    step = [*GENERATION, *TRAINING]
+    assert loop.order == [*step, *SYNC, *step, *PROBING, *step, *SYNC]
+    assert loop.weights.probed == [(PROBES, 1e-4)]
+    assert [r.get("sync/parity") for r in loop.records] == [None, None, 0.125, None]
+
+
+def test_probes_need_no_update(models: dict[str, Path], tmp_path: Path) -> None:
+    """Without an update nothing is pushed, but the engines must still be able to generate."""
+    config = tiny_config(models["tied"], "policy.generation.weight_sync.probe_period=3")
+    config = with_grpo(config, max_num_steps=3, val_period=0, val_at_start=False)
+    loop = run_loop(config, tmp_path, models["tied"], "8")
+    idle = [*GENERATION, "to_trainer", "note training"]
+    assert loop.order == [*([*idle, "to_both", "note sync"] * 2), *idle, "to_both generating", "probe", "note sync"]
+    assert loop.records[3]["sync/parity"] == 0.125
 
 
 @pytest.mark.parametrize("answers", ["7", "8"])

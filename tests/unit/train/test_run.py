@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
-import pytest
-
 from lora_rl.track.recorder import FILE_NAME
-from lora_rl.train.run import _sigterm_as_interrupt, free_run_dir
+from lora_rl.train.run import free_run_dir
 
 
 def test_run_folders_are_numbered_past_those_with_records(tmp_path: Path) -> None:
@@ -22,10 +18,3 @@ def test_run_folders_are_numbered_past_those_with_records(tmp_path: Path) -> Non
         folder.mkdir(exist_ok=True)
         (folder / FILE_NAME).touch()
         assert free_run_dir(wanted) == wanted.with_name(expected)
-
-
-def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), _sigterm_as_interrupt():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
