@@ -42,7 +42,6 @@ CAPABILITIES = (
     Capability(f"{_MEGATRON}.expert_model_parallel_size", (1,), "expert parallelism"),
     Capability(f"{_MEGATRON}.sequence_parallel", (False,), "sequence parallelism"),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
-    Capability(f"{_GENERATION}.colocated.resources.num_nodes", (None, 1), "engines on several nodes"),
     Capability(f"{_GENERATION}.vllm_cfg.async_engine", (False,), "the asynchronous engine"),
     Capability("data.task", ("addition",), "any source of prompts but the built-in tasks"),
     Capability("logger.wandb_enabled", (False,), "logging to Weights & Biases"),

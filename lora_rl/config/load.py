@@ -19,7 +19,12 @@ from lora_rl.config.schema import RunConfig
 from lora_rl.config.yaml_source import NULL_SPELLINGS, Document, read_document
 
 # Keys that may name something on disk, relative to the current directory or to the configuration file's project.
-_PATH_KEYS = ("policy.model_name", "policy.tokenizer.name", "policy.tokenizer.chat_template")
+_PATH_KEYS = (
+    "policy.model_name",
+    "policy.tokenizer.name",
+    "policy.tokenizer.chat_template",
+    "policy.megatron_cfg.peft.adapter_path",
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -54,12 +59,19 @@ def resolved_yaml(config: RunConfig) -> str:
     return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
+_BREAKS = frozenset("\r\x85\u2028\u2029")
+
+
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that reads as null here but not in plain YAML, such as None."""
+    """Quotes text that reads as null here but not in plain YAML, such as None, and escapes exotic line breaks."""
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if text in NULL_SPELLINGS else None)
+    style = "'" if text in NULL_SPELLINGS else None
+    if _BREAKS & set(text):
+        # In any other style a reader may turn them into blanks.
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.schema import RunConfig
 
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The largest of vLLM's `MaxLoRARanks`.
 MAX_ENGINE_RANK = 512
 
@@ -139,6 +141,9 @@ def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]
         if colocated.enabled and value is not None:
             problem = "has no effect while policy.generation.colocated.enabled is true; leave it null"
             yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
+        elif name == "num_nodes" and (value or 1) > 1:
+            problem = "engines on several nodes are not available in this version; set it to 1 or null"
+            yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
 
 
 def sync_mode_fits(config: RunConfig) -> Iterator[Violation]:
@@ -178,15 +183,26 @@ def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
             yield Violation(key, problem, value)
 
 
-def reference_is_the_start(config: RunConfig) -> Iterator[Violation]:
-    """The reference policy is the model with its adapters switched off: where a run with B = 0 starts."""
-    method = config.policy.megatron_cfg.peft.lora_B_init_method
-    if config.loss_fn.reference_policy_kl_penalty > 0 and method != "zero":
-        problem = (
-            "with a KL penalty the reference is the model without adapters, which is not where this run would start; "
-            "use zero, or loss_fn.reference_policy_kl_penalty: 0"
-        )
-        yield Violation("policy.megatron_cfg.peft.lora_B_init_method", problem, method)
+def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
+    """A PEFT directory to start from, and no starting values that it would overwrite."""
+    peft, prefix = config.policy.megatron_cfg.peft, "policy.megatron_cfg.peft"
+    if peft.adapter_path is None:
+        return
+    missing = [n for n in PEFT_FILES if not (Path(peft.adapter_path) / n).is_file()]
+    if missing:
+        problem = f"must be a PEFT directory; it has no {' and no '.join(missing)}"
+        yield Violation(f"{prefix}.adapter_path", problem, peft.adapter_path)
+    if peft.lora_B_init_method != "zero":
+        problem = "has no effect with adapter_path, which sets every B; leave it at zero"
+        yield Violation(f"{prefix}.lora_B_init_method", problem, peft.lora_B_init_method)
+
+
+def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
+    """days:hours:minutes:seconds, from which the front may be left out."""
+    text = config.checkpointing.checkpoint_must_save_by
+    if text is not None and not re.fullmatch(r"\d+(:\d+){0,3}", text):
+        problem = "must be days:hours:minutes:seconds, such as 0:03:45:00"
+        yield Violation("checkpointing.checkpoint_must_save_by", problem, text)
 
 
 def adapter_rank_divides(config: RunConfig) -> Iterator[Violation]:
@@ -231,7 +247,8 @@ RULES: tuple[Rule, ...] = (
     colocated_engines_have_no_own_gpus,
     sync_mode_fits,
     learning_rate_schedule,
-    reference_is_the_start,
+    start_adapter_is_there,
+    save_by_is_a_duration,
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,
     chat_template_exists,

@@ -10,6 +10,7 @@ from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
+    from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.offload import FrozenWeights
     from lora_rl.rollout.types import TrainBatch
     from lora_rl.sync.manifest import Transfer
@@ -49,8 +50,12 @@ class PolicyActor:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp://{host}:{self._store.port}"
 
-    def build(self, rendezvous: str) -> dict[str, Any]:
-        """Join the other ranks and build the model; returns `PolicyRank.describe`."""
+    def build(self, rendezvous: str, start: PeftAdapter | None = None) -> dict[str, Any]:
+        """Join the other ranks and build the model; returns `PolicyRank.describe`.
+
+        Args:
+            start: adapter that the run starts from.
+        """
         if rendezvous.startswith("tcp://127."):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         from lora_rl.policy.model import initialise_parallel
@@ -68,6 +73,11 @@ class PolicyActor:
             store=getattr(self, "_store", None),
         )
         self.rank = PolicyRank(self._config, self._platform)
+        if start is not None:
+            from lora_rl.policy.export import import_peft
+
+            import_peft(self.rank.model, start)
+            self.rank.freeze_reference()
         return self.rank.describe()
 
     # -- training ----------------------------------------------------------------------------------------------

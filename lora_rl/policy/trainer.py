@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,7 @@ class PolicyRank:
         model_config.grad_scale_func = None
         model_config.timers = None
         self._gradients_checked = False
+        self.freeze_reference()
 
     # -- what the loop calls -----------------------------------------------------------------------------------
 
@@ -216,20 +218,17 @@ class PolicyRank:
         """Logprobs of the completion tokens, without gradients.
 
         Args:
-            reference: under the reference policy. The run started from B = 0, so that is the model with its
-                adapters switched off.
+            reference: under the reference policy, see `freeze_reference`.
             temperature: divides the logits; None: the sampling temperature.
 
         Returns:
             float32 [B, T] (0 outside completions) on the last pipeline stage, None on the others.
         """
-        from contextlib import nullcontext
 
         def collect(microbatch: Microbatch, logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, Any]:
             return {"rows": microbatch.rows, "logprobs": self._logprobs(microbatch, logits, temperature)[0]}
 
-        switch = self.model.lora.disable_adapter(self.model.chunks) if reference else nullcontext()
-        with switch, torch.no_grad():
+        with self._as_reference() if reference else nullcontext(), torch.no_grad():
             results = self._run(shard, microbatches, collect, forward_only=True)
         if not self.is_last_stage:
             return None
@@ -239,6 +238,35 @@ class PolicyRank:
             for row, line in zip(result["rows"], values, strict=False):
                 out[row, : len(line)] = line
         return out
+
+    @torch.no_grad()
+    def freeze_reference(self) -> None:
+        """Make the policy as it is now the reference; called whenever the run's starting point is set.
+
+        With B = 0, or `loss_fn.reference_policy: base`, the reference is the model with its adapters switched off and
+        takes no memory. Otherwise the adapters are copied.
+        """
+        adapters = adapter_modules(self.model.module).values()
+        wanted = self.config.loss_fn.reference_policy == "start" and self.config.loss_fn.reference_policy_kl_penalty > 0
+        if wanted and any(bool(a.linear_out.weight.count_nonzero()) for a in adapters):
+            self._reference = [(p, p.detach().clone()) for a in adapters for p in a.parameters()]
+        else:
+            self._reference = None
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        if self._reference is None:
+            with self.model.lora.disable_adapter(self.model.chunks):
+                yield
+            return
+        live = [p.data for p, _ in self._reference]
+        try:
+            for parameter, frozen in self._reference:
+                parameter.data = frozen
+            yield
+        finally:
+            for (parameter, _), data in zip(self._reference, live, strict=True):
+                parameter.data = data
 
     @property
     def learning_rate(self) -> float:

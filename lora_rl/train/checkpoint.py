@@ -4,6 +4,7 @@
                      config.yaml            the resolved configuration
                      metrics.jsonl          the records so far
                      adapter/               the adapter, as Hugging Face PEFT
+                     start/                 the adapter the run started from, if it did
                      optimizer.safetensors  moments, whole matrices
                      random.safetensors     random generators of each rank
     <folder>/latest                         name of the newest complete checkpoint
@@ -53,6 +54,7 @@ class Checkpoint:
         layout: ranks it was taken on, {"tp", "pp", "dp"}.
         config: the resolved configuration, YAML.
         metrics: content of metrics.jsonl.
+        start: the adapter that the run started from, which is its reference policy.
         score: value of the metric that ranks checkpoints, None when it was not measured at this step.
     """
 
@@ -70,6 +72,7 @@ class Checkpoint:
     config: str
     metrics: bytes
     score: float | None = None
+    start: PeftAdapter | None = None
     path: Path | None = field(default=None, compare=False)
 
 
@@ -209,6 +212,7 @@ def load(path: Path) -> Checkpoint:
         adapter=read_peft(path / "adapter"),
         moments=load_file(path / "optimizer.safetensors"),
         random=load_file(path / "random.safetensors"),
+        start=read_peft(path / "start") if (path / "start").is_dir() else None,
         config=(path / "config.yaml").read_text(),
         metrics=(path / "metrics.jsonl").read_bytes(),
         path=path,
@@ -228,14 +232,16 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of a model's weights and configuration, by file name."""
-    files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
+    """SHA-256 of a model's or an adapter's weights and configuration, by file name."""
+    files = [*sorted(folder.glob("*.safetensors")), folder / "config.json", folder / "adapter_config.json"]
     return {file.name: _sha256(file) for file in files if file.is_file()}
 
 
 def _write(checkpoint: Checkpoint, folder: Path) -> None:
     folder.mkdir()
     write_peft(folder / "adapter", checkpoint.adapter, base_model=checkpoint.adapter.base_model_name_or_path or "")
+    if checkpoint.start is not None:
+        write_peft(folder / "start", checkpoint.start, base_model=checkpoint.start.base_model_name_or_path or "")
     save_file(checkpoint.moments, folder / "optimizer.safetensors")
     save_file(checkpoint.random, folder / "random.safetensors")
     (folder / "config.yaml").write_text(checkpoint.config)
@@ -255,7 +261,8 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
         "files": {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
     }
     (folder / CHECKPOINT_FILE).write_text(json.dumps(description, indent=2) + "\n")
-    for path in (*files, folder / CHECKPOINT_FILE, folder / "adapter", folder):
+    folders = [p for p in folder.rglob("*") if p.is_dir()]
+    for path in (*files, folder / CHECKPOINT_FILE, *folders, folder):
         _sync(path)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
     from lora_rl.data import Prompt
+    from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.group import PolicyGroup
     from lora_rl.rollout.pool import EnginePool
     from lora_rl.rollout.source import Generator
@@ -40,6 +41,7 @@ class Job:
         held_out: validation prompts, disjoint from `prompts`.
         probes: token sequences on which trainer and engines are compared.
         identity: see `lora_rl.train.resume.identity`.
+        start: the adapter the run started from.
         facts: numbers about the model and the start, as metrics of step 0.
     """
 
@@ -52,6 +54,7 @@ class Job:
     held_out: list[Prompt]
     probes: list[tuple[int, ...]]
     identity: dict[str, Any]
+    start: PeftAdapter | None
     facts: dict[str, float]
 
 
@@ -105,6 +108,7 @@ def start_job(
             check_fits(resume, same)
     if resume is not None:
         prompts.load_state_dict(resume.cursor)
+    start = resume.start if resume is not None else start_adapter(config)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -132,7 +136,7 @@ def start_job(
         from lora_rl.policy.group import PolicyGroup, start_ranks
 
         rank_workers = start_ranks(config, layout, logs, placement.ranks)
-        description = _build(config, console, engine_workers, rank_workers)
+        description = _build(config, console, engine_workers, rank_workers, start)
 
         from lora_rl.rollout.source import Generator
         from lora_rl.train.turns import Turns
@@ -183,9 +187,24 @@ def start_job(
             prompts=prompts,
             held_out=held_out,
             probes=probes,
+            start=start,
             identity=same if same is not None else {},
             facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
         )
+
+
+def start_adapter(config: RunConfig) -> PeftAdapter | None:
+    """The adapter of `policy.megatron_cfg.peft.adapter_path`.
+
+    Raises:
+        ValueError: it has something that is not supported.
+    """
+    path = config.policy.megatron_cfg.peft.adapter_path
+    if path is None:
+        return None
+    from lora_rl.lora.peft_io import read_peft
+
+    return read_peft(Path(path))
 
 
 def _restore(resume: Checkpoint, policy: PolicyGroup, weights: WeightSync, layout: Layout) -> None:
@@ -197,7 +216,9 @@ def _restore(resume: Checkpoint, policy: PolicyGroup, weights: WeightSync, layou
     weights.resume(resume.weight_version, resume.payload_digest)
 
 
-def _build(config: RunConfig, console: Console, engines: list[Worker], ranks: list[Worker]) -> dict[str, float]:
+def _build(
+    config: RunConfig, console: Console, engines: list[Worker], ranks: list[Worker], adapter: PeftAdapter | None
+) -> dict[str, float]:
     """Let engines and ranks import and load side by side; parameter counts summed over one model replica."""
     timeout = config.cluster.startup_timeout_s
     engine_task = console.startup("vLLM engines" if len(engines) > 1 else "vLLM engine")
@@ -222,7 +243,7 @@ def _build(config: RunConfig, console: Console, engines: list[Worker], ranks: li
             rank_task.update(doing)
             answers = wait(start(), timeout_s=timeout, doing=f"start-up: {doing}", on_done=on_done)
         rank_task.update("building the model")
-        calls = [w.call("build", answers[0]) for w in ranks]
+        calls = [w.call("build", answers[0], adapter) for w in ranks]
         described = wait(calls, timeout_s=timeout, doing="start-up: building the model", on_done=on_done)
         rank_task.done()
         wait(engine_calls, timeout_s=timeout, doing="start-up: vLLM", on_done=on_done)

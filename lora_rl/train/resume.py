@@ -102,12 +102,14 @@ def open_store(config: RunConfig, run_dir: Path, warn: Callable[[str], None]) ->
 def identity(config: RunConfig, prompts: PromptSource) -> dict[str, Any]:
     """What a run must have in common with the checkpoint it continues from.
 
-    Base model (hashes of its files; it may have moved), adapter settings, and prompts with their order.
+    Base model and starting adapter (hashes of their files; they may have moved), adapter settings, and prompts with
+    their order.
     """
-    cursor = prompts.state_dict()
+    cursor, peft = prompts.state_dict(), config.policy.megatron_cfg.peft
     return {
         "base_model": file_hashes(Path(config.policy.model_name)),
-        "adapter": config.policy.megatron_cfg.peft.model_dump(mode="json"),
+        "adapter": peft.model_dump(mode="json", exclude={"adapter_path"}),
+        "start_adapter": {} if peft.adapter_path is None else file_hashes(Path(peft.adapter_path)),
         "optimizer": config.policy.megatron_cfg.optimizer.optimizer,
         "data": {key: cursor[key] for key in ("prompts", "seed", "shuffle")},
     }
@@ -160,5 +162,6 @@ def take(job: Job, config: RunConfig, layout: Layout, step: int, record: dict[st
         layout={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
         config=resolved_yaml(config),
         metrics=metrics.read_bytes(),
+        start=job.start,
         score=record.get(name) if name else None,
     )

@@ -53,6 +53,10 @@ class LossConfig(Section):
     reference_policy_kl_penalty: NonNegativeFloat = Field(
         0.0, description="Coefficient of the KL to the reference policy; 0: no reference forward pass."
     )
+    reference_policy: Literal["start", "base"] = Field(
+        "start",
+        description="Policy that the KL penalty holds on to: the one the run starts from, or the base model.",
+    )
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator (Schulman 2020).")
     kl_input_clamp_value: PositiveFloat = Field(
         20.0, description="Bound on |log reference - log policy| before it is exponentiated, in nats."

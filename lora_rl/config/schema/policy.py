@@ -42,6 +42,9 @@ class PeftConfig(Section):
     lora_B_init_method: Literal["zero", "normal", "xavier", "kaiming", "uniform"] = Field(
         "zero", description="Starting values of B (out x r); zero: the run starts at the base model."
     )
+    adapter_path: str | None = Field(
+        None, description="PEFT directory of an adapter to start from; null: start from the methods above."
+    )
     lora_dtype: Literal["float32"] = Field(
         "float32", description="Type of A and B; small updates would round away in bfloat16."
     )

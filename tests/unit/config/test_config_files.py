@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lora_rl.config import ConfigError, load_config, resolved_yaml
@@ -184,6 +184,8 @@ def test_round_trip(tmp_path, config_file):
 
 
 @settings(max_examples=50, deadline=None)
+@example(text="\x85")
+@example(text="a\u2028b\r")
 @given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=20))
 def test_any_text_survives_the_round_trip(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("text")

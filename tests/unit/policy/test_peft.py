@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from lora_rl.config import RunConfig
 from lora_rl.lora.peft_io import read_peft
-from tests.support.batches import make_batch
+from tests.support.batches import make_batch, one_microbatch
 from tests.support.configs import tiny_config
 from tests.support.hf import hf_logprobs, load_hf
-from tests.support.lab import import_and_export
+from tests.support.lab import fingerprint, import_and_export, new_rank
 from tests.support.ranks import RankFailed, run_ranks
 from tests.unit.conftest import BATCH_SEED, LAYOUTS
 
@@ -102,3 +104,54 @@ def test_an_adapter_of_another_model_is_refused(models: dict[str, Path], tmp_pat
     make_adapter(models["untied"], tmp_path / "theirs", r=2, lora_alpha=6, target_modules=["q_proj"])
     with pytest.raises(RankFailed, match=r"with A \[2, 128\] and B .* does not fit a 128 x 64 matrix"):
         run_ranks(import_and_export, tiny_config(models["tied"]), tmp_path / "theirs", BATCH_SEED, tmp_path / "ours")
+
+
+def warm_start(config: RunConfig, path: Path, batch_seed: int) -> dict[str, Any]:
+    """Start from an adapter as the actor does, compare policy and reference, train a step, compare again."""
+    from lora_rl.lora.peft_io import read_peft
+    from lora_rl.policy.export import import_peft
+
+    rank = new_rank(config)
+    import_peft(rank.model, read_peft(path))
+    rank.freeze_reference()
+    batch = make_batch(batch_seed)
+    (shard,), (cut,) = one_microbatch(batch, 1)
+    before = fingerprint(rank)
+    first = rank.logprobs(shard, cut, temperature=1.0), rank.logprobs(shard, cut, reference=True, temperature=1.0)
+    untouched = fingerprint(rank) == before
+    own = rank.logprobs(shard, cut, reference=True)
+    result = rank.train_step(shard, cut, reference_logprobs=own)
+    later = rank.logprobs(shard, cut, temperature=1.0), rank.logprobs(shard, cut, reference=True, temperature=1.0)
+    return {"first": first, "later": later, "untouched": untouched, "metrics": result.metrics}
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "tp2_pp2"])
+@pytest.mark.parametrize("reference", ["start", "base"])
+def test_warm_start_and_its_reference(models: dict[str, Path], tmp_path: Path, layout: str, reference: str) -> None:
+    model, (tp, pp) = models["tied"], LAYOUTS[layout]
+    want = make_adapter(model, tmp_path / "sft", r=2, lora_alpha=6, target_modules=ALL)
+    config = tiny_config(
+        model,
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        f"loss_fn.reference_policy={reference}",
+        f"policy.megatron_cfg.peft.adapter_path={tmp_path / 'sft'}",
+        tp=tp,
+        pp=pp,
+    )
+    answers = run_ranks(warm_start, config, tmp_path / "sft", BATCH_SEED, tp=tp, pp=pp)
+    answer = next(a for a in answers if a["first"][0] is not None)
+    assert all(a["untouched"] for a in answers)
+    policy, frozen = answer["first"]
+    base = hf_logprobs(load_hf(model), make_batch(BATCH_SEED)).detach().numpy()
+    np.testing.assert_allclose(policy, want, atol=1e-5 if tp == 1 else 2e-5, rtol=0)
+    metrics = next(a["metrics"] for a in answers if a["metrics"])
+    if reference == "start":
+        # The KL of the first step is exactly 0, not nearly.
+        np.testing.assert_array_equal(frozen, policy)
+        assert metrics["kl"].value == 0
+    else:
+        np.testing.assert_allclose(frozen, base, atol=1e-4, rtol=0)
+        assert metrics["kl"].value > 0.1
+    moved, still = answer["later"]
+    assert np.abs(moved - policy).max() > 1e-3
+    np.testing.assert_array_equal(still, frozen)
