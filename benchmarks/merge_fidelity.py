@@ -134,6 +134,7 @@ def draw(results: dict[tuple[str, str], list[list[dict]]], path: Path) -> None:
         upper.set_title(f"learning rate {rate}")
         lower.axhline(1, color="grey", linestyle="--", linewidth=1)
         lower.set_xlabel("step")
+        lower.xaxis.get_major_locator().set_params(integer=True)
     panels[0, 0].set_ylabel("gen-KL, nats per token")
     panels[1, 0].set_ylabel("share of the update delivered")
     panels[0, 0].legend(frameon=False, fontsize=8)

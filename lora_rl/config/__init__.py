@@ -10,6 +10,7 @@ from lora_rl.config.errors import ConfigError, Violation
 from lora_rl.config.layout import Layout, derive_layout
 from lora_rl.config.load import load_config, resolved_yaml
 from lora_rl.config.schema import RunConfig
+from lora_rl.config.sft import as_sft
 
 __all__ = [
     "CommandLine",
@@ -17,6 +18,7 @@ __all__ = [
     "Layout",
     "RunConfig",
     "Violation",
+    "as_sft",
     "derive_layout",
     "exit_on_config_error",
     "load_config",

@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,24 +40,33 @@ class CommandLine:
         config_path: the file it came from.
         overrides: the `key=value` arguments, in order.
         dry_run: print what would run, and end.
+        options: all arguments as parsed, with those of `add_options`.
     """
 
     config: RunConfig
     config_path: Path
     overrides: tuple[str, ...]
     dry_run: bool
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
     def dry_run_report(self) -> str:
         """The resolved configuration and the processes it asks for. Raises ConfigError."""
         return f"{resolved_yaml(self.config)}\n{derive_layout(self.config).describe()}\n"
 
 
-def parse_command_line(argv: Sequence[str], *, prog: str, description: str) -> CommandLine:
+def parse_command_line(
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> CommandLine:
     """Parse arguments and load the configuration.
 
     Args:
         argv: arguments without the program's name.
         prog, description: for the usage text.
+        add_options: adds a program's own options; their values are in `CommandLine.options`.
 
     Raises:
         ConfigError: a wrong option, or any violation in the configuration.
@@ -73,6 +82,7 @@ def parse_command_line(argv: Sequence[str], *, prog: str, description: str) -> C
     parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration (required)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and end")
     parser.add_argument("--list-keys", action="store_true", help="print every configuration key, and end")
+    add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
     arguments, unknown = parser.parse_known_intermixed_args(list(argv))
     if arguments.list_keys:
@@ -86,7 +96,7 @@ def parse_command_line(argv: Sequence[str], *, prog: str, description: str) -> C
         raise ConfigError(violations, "the command line")
     overrides = tuple(arguments.overrides)
     config = load_config(arguments.config, overrides)
-    return CommandLine(config, Path(arguments.config), overrides, arguments.dry_run)
+    return CommandLine(config, Path(arguments.config), overrides, arguments.dry_run, arguments)
 
 
 @contextlib.contextmanager

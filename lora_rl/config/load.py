@@ -24,6 +24,8 @@ _PATH_KEYS = (
     "policy.tokenizer.name",
     "policy.tokenizer.chat_template",
     "policy.megatron_cfg.peft.adapter_path",
+    "sft.train_path",
+    "sft.val_path",
 )
 
 

@@ -197,6 +197,18 @@ def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{prefix}.lora_B_init_method", problem, peft.lora_B_init_method)
 
 
+def sft_files_are_there(config: RunConfig) -> Iterator[Violation]:
+    """Files of examples exist, and validation examples come from the same kind of source as those trained on."""
+    sft = config.sft
+    for key in ("train_path", "val_path"):
+        path = getattr(sft, key)
+        if path is not None and not Path(path).is_file():
+            yield Violation(f"sft.{key}", "there is no such file; give a file of JSON lines", path)
+    if sft.val_path is not None and sft.train_path is None:
+        problem = "has no effect without sft.train_path: the built-in task has its own held-out part; leave it null"
+        yield Violation("sft.val_path", problem, sft.val_path)
+
+
 def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
     """days:hours:minutes:seconds, from which the front may be left out."""
     text = config.checkpointing.checkpoint_must_save_by
@@ -249,6 +261,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_schedule,
     start_adapter_is_there,
     save_by_is_a_duration,
+    sft_files_are_there,
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,
     chat_template_exists,

@@ -16,7 +16,7 @@ import torch
 Rounding = Literal["nearest", "stochastic"]
 
 # Rows are merged in chunks of about this many elements: the float32 copies stay small and near the cache.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,23 @@ class PolicyGroup:
             "optimizer_steps": len(minibatches),
         }
 
+    def train_supervised(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step that raises the likelihood of the batch's completions.
+
+        Returns:
+            `nll` (negative log-likelihood per token, nats), `entropy`, `grad_norm`, `lr`, `microbatches`.
+        """
+        shards, cuts = self._cut(batch)
+        calls = self._call_all("train_step", lambda dp: ((batch.take(shards[dp]), cuts[dp]), {"supervised": True}))
+        results = wait(calls, timeout_s=self._timeout, doing="training")
+        total = Normaliser(tokens=float(batch.global_tokens), sequences=float(batch.global_sequences))
+        return {
+            **finalise(merge([r.metrics for r in results if r.metrics]), total),
+            "grad_norm": results[0].grad_norm,
+            "lr": results[0].learning_rate,
+            "microbatches": len(cuts[0]),
+        }
+
     def logprobs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> np.ndarray:
         """float32 [B, T] logprobs of completion tokens under the current or the reference policy.
 

@@ -134,6 +134,7 @@ class PolicyRank:
         *,
         old_logprobs: np.ndarray | None = None,
         reference_logprobs: np.ndarray | None = None,
+        supervised: bool = False,
     ) -> StepResult:
         """One optimizer step on this rank's shard. Every rank must call it with equally many microbatches.
 
@@ -146,6 +147,7 @@ class PolicyRank:
             old_logprobs: float32 [B, T], logprobs under the policy that started the batch; None when this is the
                 batch's first and only update, where they equal the current ones and one forward pass suffices.
             reference_logprobs: float32 [B, T]; None when the KL coefficient is 0.
+            supervised: minimise the negative log-likelihood of the completions instead of the policy loss.
 
         Raises:
             AdapterGradientError: after the first update with a signal, some adapter got no gradient.
@@ -156,7 +158,11 @@ class PolicyRank:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self.forward_backward(
-            shard, microbatches, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs
+            shard,
+            microbatches,
+            old_logprobs=old_logprobs,
+            reference_logprobs=reference_logprobs,
+            supervised=supervised,
         )
         if not self._gradients_checked and np.any(shard.advantages != 0):
             self._check_every_adapter_has_gradient()
@@ -177,6 +183,7 @@ class PolicyRank:
         *,
         old_logprobs: np.ndarray | None = None,
         reference_logprobs: np.ndarray | None = None,
+        supervised: bool = False,
     ) -> list[dict[str, Any]]:
         """Accumulate the gradients of one step into Megatron's buffers; arguments as in `train_step`.
 
@@ -189,6 +196,10 @@ class PolicyRank:
 
         def loss(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             logprobs, entropy = self._logprobs(microbatch, logits)
+            if supervised:
+                nll, certainty = -logprobs[microbatch.mask].sum(), entropy[microbatch.mask].sum().detach()
+                sums = {"nll": MetricSum(nll.detach(), "tokens"), "entropy": MetricSum(certainty, "tokens")}
+                return nll / normaliser.tokens * scale, {"metrics": sums}
             rows = microbatch.rows
             on_device = partial(self._rows_to_device, rows=rows, width=microbatch.tokens.shape[1])
             output = policy_loss(

@@ -230,6 +230,9 @@ class Console:
                 self._print(label("waiting").append(waiting))
 
     def _summary(self, failed: bool) -> None:
+        if self.state.total_steps == 0:
+            # No training run: whoever opened the console reports for itself.
+            return
         paths = {name: Path(path) for name, path in self.paths.items() if Path(path).exists()}
         lines = dashboard.summary_lines(self.state, self._width(), self._glyphs, failed)
         if self._warnings:

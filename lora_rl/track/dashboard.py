@@ -30,6 +30,8 @@ HEALTH = {  # what the display calls them
     names.TOKEN_MULT_PROB_ERROR: "prob_error",
     names.GRAD_NORM: "grad_norm",
     names.LR: "lr",
+    names.NLL: "loss",
+    names.VAL_NLL: "held-out loss",
 }
 
 

@@ -7,6 +7,9 @@ GEN_KL_ERROR = "train/gen_kl_error"  # engine's log-probabilities to the trainer
 TOKEN_MULT_PROB_ERROR = "train/token_mult_prob_error"  # mean exp(|difference|) of the same two; 1 is exact
 GRAD_NORM = "train/grad_norm"  # before clipping
 LR = "train/lr"
+# Of supervised runs only: the loss of a policy update says nothing to a reader.
+NLL = "train/nll"
+VAL_NLL = "val/nll"
 ACCURACY = "val/accuracy"  # on held-out prompts, 0 to 1
 
 # Prefixes followed by a phase name. `PhaseTimer.end_step` writes all of them.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lora_rl.algorithm import GroupAdvantages
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
+    from lora_rl.policy.group import PolicyGroup
     from lora_rl.rollout.types import Rollout, TrainBatch
 
 ADAPTER_FOLDER = "adapter"
@@ -56,23 +57,24 @@ def run_grpo(
 
         def save(step: int, record: dict[str, float]) -> None:
             if store is not None:
-                path = store.save(take(job, config, layout, step, record, recorder.path))
+                pushed = {"version": job.weights.version, "payload": job.weights.payload}
+                path = store.save(take(job, config, layout, step, record, recorder.path, **pushed))
                 console.info(f"checkpoint  {path}")
 
         try:
             train(job, config, console, recorder, timer, stop=stop, save=save, done=resume.step if resume else None)
         except KeyboardInterrupt:
             # Whatever was trained so far is the user's; a rank in mid-step saves after it.
-            keep_adapter(job, run_dir / ADAPTER_FOLDER)
+            keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
             raise
-        keep_adapter(job, run_dir / ADAPTER_FOLDER)
+        keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
 
 
-def keep_adapter(job: Job, path: Path) -> None:
+def keep_adapter(policy: PolicyGroup, path: Path) -> None:
     """Leave the adapter in the run folder, in place of that of an earlier start."""
     if path.exists():
         shutil.rmtree(path)
-    job.policy.save_adapter(path)
+    policy.save_adapter(path)
 
 
 def train(

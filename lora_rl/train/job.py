@@ -136,7 +136,7 @@ def start_job(
         from lora_rl.policy.group import PolicyGroup, start_ranks
 
         rank_workers = start_ranks(config, layout, logs, placement.ranks)
-        description = _build(config, console, engine_workers, rank_workers, start)
+        description = build_processes(config, console, engine_workers, rank_workers, start)
 
         from lora_rl.rollout.source import Generator
         from lora_rl.train.turns import Turns
@@ -153,7 +153,8 @@ def start_job(
         )
         if resume is not None:
             with console.startup(f"checkpoint of step {resume.step}"):
-                _restore(resume, policy, weights, layout)
+                restore_policy(resume, policy, layout)
+            weights.resume(resume.weight_version, resume.payload_digest)
         with console.startup("weights") as task:
             task.update("opening the transfer")
             backend = sync_backend(config, layout)
@@ -207,29 +208,37 @@ def start_adapter(config: RunConfig) -> PeftAdapter | None:
     return read_peft(Path(path))
 
 
-def _restore(resume: Checkpoint, policy: PolicyGroup, weights: WeightSync, layout: Layout) -> None:
+def restore_policy(resume: Checkpoint, policy: PolicyGroup, layout: Layout) -> None:
+    """Give the ranks the adapters and the training state of a checkpoint."""
     from lora_rl.policy.state import PolicyState
 
     state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random)
     same = resume.layout == {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
     policy.load_state(resume.adapter, state, same_layout=same)
-    weights.resume(resume.weight_version, resume.payload_digest)
 
 
-def _build(
+def build_processes(
     config: RunConfig, console: Console, engines: list[Worker], ranks: list[Worker], adapter: PeftAdapter | None
 ) -> dict[str, float]:
-    """Let engines and ranks import and load side by side; parameter counts summed over one model replica."""
+    """Let engines (if any) and ranks import and load side by side.
+
+    Args:
+        adapter: what the run starts from.
+
+    Returns:
+        `parameters` and `trainable`, summed over one model replica.
+    """
     timeout = config.cluster.startup_timeout_s
-    engine_task = console.startup("vLLM engines" if len(engines) > 1 else "vLLM engine")
+    engine_task = console.startup("vLLM engines" if len(engines) > 1 else "vLLM engine") if engines else None
     rank_task = console.startup("Megatron ranks" if len(ranks) > 1 else "Megatron rank")
-    engine_task.update("importing vLLM, loading the model")
+    if engine_task is not None:
+        engine_task.update("importing vLLM, loading the model")
     rank_task.update("importing Megatron")
     left = {worker.name for worker in engines}
 
     def on_done(worker: Worker) -> None:
         left.discard(worker.name)
-        if worker in engines and not left:
+        if engine_task is not None and worker in engines and not left:
             engine_task.done()
 
     engine_calls = [worker.call("build") for worker in engines]
@@ -250,7 +259,8 @@ def _build(
     except BaseException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         rank_task.fail(reason)
-        engine_task.fail(reason)
+        if engine_task is not None:
+            engine_task.fail(reason)
         raise
     replicas = len(ranks) // (
         config.policy.megatron_cfg.tensor_model_parallel_size * config.policy.megatron_cfg.pipeline_model_parallel_size

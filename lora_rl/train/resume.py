@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_rl.config.layout import Layout
     from lora_rl.data import PromptSource
     from lora_rl.train.job import Job
+    from lora_rl.train.sft import SftJob
 
 
 class Stop:
@@ -135,10 +136,21 @@ def is_save_step(step: int, last_step: int, config: RunConfig) -> bool:
     return step % config.checkpointing.save_period == 0 or step == last_step
 
 
-def take(job: Job, config: RunConfig, layout: Layout, step: int, record: dict[str, float], metrics: Path) -> Checkpoint:
+def take(
+    job: Job | SftJob,
+    config: RunConfig,
+    layout: Layout,
+    step: int,
+    record: dict[str, float],
+    metrics: Path,
+    *,
+    version: int = 0,
+    payload: str = "",
+) -> Checkpoint:
     """A checkpoint of a job after a step.
 
     Args:
+        version, payload: of the last push to the engines, where there are any.
         record: what was logged for the step; holds the ranking metric where it was measured.
         metrics: metrics.jsonl.
     """
@@ -150,8 +162,8 @@ def take(job: Job, config: RunConfig, layout: Layout, step: int, record: dict[st
     name = config.checkpointing.metric_name
     return Checkpoint(
         step=step,
-        weight_version=job.weights.version,
-        payload_digest=job.weights.payload,
+        weight_version=version,
+        payload_digest=payload,
         adapter=replace(adapter, base_model_name_or_path=config.policy.model_name),
         moments=state.moments,
         counters=state.counters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,11 @@ logger = logging.getLogger(__name__)
 FAILED, INTERRUPTED = 1, 130
 
 
-def run(config: RunConfig, layout: Layout) -> int:
-    """Run a GRPO job in its run folder.
+def run(config: RunConfig, layout: Layout, job: Callable[..., None] = run_grpo) -> int:
+    """Run a job in its run folder.
+
+    Args:
+        job: `run_grpo` or `run_sft`.
 
     Returns:
         The process's exit code: 0 when every step was done, 130 after Ctrl-C or SIGTERM, 1 after a failure. In each
@@ -91,7 +95,7 @@ def run(config: RunConfig, layout: Layout) -> int:
             for record in recorder.earlier:
                 console.state.update(record)
         try:
-            run_grpo(config, layout, console, recorder, timer, run_dir, stop=stop, store=store, resume=resume)
+            job(config, layout, console, recorder, timer, run_dir, stop=stop, store=store, resume=resume)
         except KeyboardInterrupt:
             code = INTERRUPTED
         except (WorkerError, SyncError, CheckpointError, OSError, ValueError) as error:
@@ -107,10 +111,46 @@ def run(config: RunConfig, layout: Layout) -> int:
     return code
 
 
-def free_run_dir(wanted: Path) -> Path:
-    """`wanted`, or `wanted-2`, `wanted-3`, ... when earlier runs left their records there: nothing is overwritten."""
+def run_evaluation(
+    config: RunConfig, layout: Layout, *, adapter_path: Path | None, ks: Sequence[int], out: Path | None
+) -> int:
+    """Evaluate and print the summary.
+
+    Args:
+        adapter_path: see `find_adapter`; None: the base model.
+        out: folder for the results; None: the run folder's name with `-eval`, numbered past earlier ones.
+
+    Returns:
+        0, or 1 after a failure, with one message.
+    """
+    from lora_rl.train.evaluate import SUMMARY, evaluate, find_adapter
+
+    wanted = out or Path(f"{config.logger.log_dir}-eval")
+    folder = free_run_dir(wanted, SUMMARY)
+    try:
+        adapter, source = (None, None) if adapter_path is None else find_adapter(adapter_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        console = Console(config.logger.console, 0)
+        with console:
+            summary = evaluate(config, layout, console, folder, adapter=adapter, ks=ks)
+    except (WorkerError, SyncError, CheckpointError, OSError, ValueError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    lines = [f"{'model':<24}{config.policy.model_name}" + (f" with {source}" if source else "")]
+    for name, value in summary.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {share:.3f}" for key, share in value.items())
+        lines.append(f"{name.replace('_', ' '):<24}{f'{value:.4f}' if isinstance(value, float) else value}")
+    sys.stdout.write("\n".join([*lines, f"{'results':<24}{folder}"]) + "\n")
+    return 0
+
+
+def free_run_dir(wanted: Path, marker: str = FILE_NAME) -> Path:
+    """`wanted`, or `wanted-2`, `wanted-3`, ... when earlier runs left their `marker` there: nothing is overwritten."""
     candidate, number = wanted, 1
-    while (candidate / FILE_NAME).exists():
+    while (candidate / marker).exists():
         number += 1
         candidate = wanted.with_name(f"{wanted.name}-{number}")
     return candidate

@@ -111,8 +111,8 @@ class WeightSync:
         # Without numbers that change from step to step, so that the console shows it once.
         problem = (
             f"less of the update survived the cast to the engine's weight type than "
-            f"policy.generation.weight_sync.min_retention {least:.1%} (see sync/retention); rounding: stochastic, or "
-            "mode: adapter, keeps small updates"
+            f"policy.generation.weight_sync.min_retention {least:.1%} (see sync/retention); rounding: stochastic "
+            "keeps small updates"
         )
         if self._settings.on_low_retention == "stop":
             raise SyncError(f"weight version {self.version}: retention {retention:.2%}: {problem}")

@@ -27,6 +27,21 @@ class DataConfig(Section):
     seed: NonNegativeInt | None = Field(None, description="Seed of that order; null: grpo.seed.")
 
 
+class SFTConfig(Section):
+    """`sft`: what `run_sft.py` takes instead of `grpo`."""
+
+    train_path: str | None = Field(None, description="JSON lines with prompts and answers; null: the built-in task.")
+    val_path: str | None = Field(None, description="The same for validation; null: none, or the task's held-out part.")
+    prompt_key: str = Field("prompt", description="Key of the prompt in each line.")
+    answer_key: str = Field("answer", description="Key of the answer in each line.")
+    batch_size: PositiveInt = Field(64, description="Examples per step, which is one optimizer step.")
+    max_num_steps: PositiveInt = Field(200, description="Steps after which the run ends.")
+    max_num_epochs: PositiveInt | None = Field(
+        None, description="Passes over the examples after which the run ends, if earlier; null: no such limit."
+    )
+    val_period: NonNegativeInt = Field(20, description="Steps between validations; 0: none while training.")
+
+
 class RewardConfig(Section):
     """`reward`: how completions are scored."""
 
@@ -112,6 +127,7 @@ class RunConfig(Section):
     loss_fn: LossConfig = Field(default_factory=LossConfig)
     policy: PolicyConfig
     data: DataConfig = Field(default_factory=DataConfig)
+    sft: SFTConfig = Field(default_factory=SFTConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)

@@ -80,6 +80,7 @@ CASES = [
         "must be a PEFT directory; it has no adapter_config.json and no adapter_model.safetensors",
         None,
     ),
+    (["sft.train_path=/nowhere"], "sft.train_path", "there is no such file; give a file of JSON lines", None),
     (
         ["checkpointing.checkpoint_must_save_by=4h"],
         "checkpointing.checkpoint_must_save_by",

@@ -1,0 +1,27 @@
+"""Fine-tune LoRA adapters on prompts with answers.
+
+uv run examples/run_sft.py --config examples/configs/sft_tiny_cpu.yaml [key.sub=value ...]
+"""
+
+import sys
+
+from lora_rl.config import as_sft, derive_layout, exit_on_config_error, parse_command_line
+
+
+def main() -> int:
+    """Parse, check, run; the exit code is that of the job."""
+    with exit_on_config_error():
+        command = parse_command_line(sys.argv[1:], prog="run_sft.py", description=__doc__.splitlines()[0])
+        config = as_sft(command.config)
+        layout = derive_layout(config)
+        if command.dry_run:
+            sys.stdout.write(command.dry_run_report())
+            return 0
+    from lora_rl.train.run import run
+    from lora_rl.train.sft import run_sft
+
+    return run(config, layout, run_sft)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

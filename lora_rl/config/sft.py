@@ -1,0 +1,30 @@
+"""The configuration as supervised fine-tuning reads it."""
+
+from __future__ import annotations
+
+from lora_rl.config.schema import RunConfig
+
+
+def as_sft(config: RunConfig) -> RunConfig:
+    """The configuration with the section `sft` in place of what GRPO has for the same.
+
+    One optimizer step of `sft.batch_size` examples per step, and the logits as they are: no temperature, no KL.
+    """
+    sft, policy = config.sft, config.policy
+    grpo = config.grpo.model_copy(
+        update={
+            "num_prompts_per_step": sft.batch_size,
+            "num_generations_per_prompt": 1,
+            "max_num_steps": sft.max_num_steps,
+            "max_num_epochs": sft.max_num_epochs,
+            "val_period": sft.val_period,
+        }
+    )
+    policy = policy.model_copy(
+        update={
+            "train_global_batch_size": None,
+            "generation": policy.generation.model_copy(update={"temperature": 1.0}),
+        }
+    )
+    loss = config.loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
+    return config.model_copy(update={"grpo": grpo, "policy": policy, "loss_fn": loss})

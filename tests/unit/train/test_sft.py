@@ -1,0 +1,121 @@
+"""Supervised fine-tuning: what is trained on, and that its loss is the cross-entropy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lora_rl.config import ConfigError, RunConfig, as_sft
+from lora_rl.data import Prompt, load_tokenizer
+from lora_rl.data.jsonl import jsonl_prompts
+from lora_rl.train.sft import example_batch, load_examples
+from tests.support.batches import make_batch, one_microbatch
+from tests.support.configs import tiny_config
+from tests.support.hf import load_hf
+from tests.support.lab import new_rank
+from tests.support.ranks import run_ranks
+from tests.unit.conftest import BATCH_SEED, LAYOUTS
+
+GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+def test_the_batch_holds_prompt_answer_and_end(models: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(models["tied"])
+    examples = [Prompt(t, t, tokenizer.encode(t), answer) for t, answer in (("1+1=", "2"), ("20+21=", "41"))]
+    batch = example_batch(examples, tokenizer)
+    for row, text in enumerate(("1+1=2", "20+21=41")):
+        ids = batch.token_ids[row, : batch.lengths[row]].tolist()
+        assert tokenizer.decode(ids) == text + tokenizer.eos_token
+        assert tokenizer.decode(ids[: batch.prompt_lengths[row]]) == examples[row].text
+    assert batch.global_tokens == 2 + 3
+    assert batch.global_sequences == 2
+
+
+def supervised(config: RunConfig, batch_seed: int, steps: int) -> list[tuple[float | None, float]]:
+    rank = new_rank(config)
+    history = []
+    for _ in range(steps):
+        batch = make_batch(batch_seed)
+        shards, cuts = one_microbatch(batch, rank.dp_size)
+        result = rank.train_step(shards[rank.dp_rank], cuts[rank.dp_rank], supervised=True)
+        nll = result.metrics["nll"].value / batch.global_tokens if result.metrics else None
+        history.append((nll, result.grad_norm))
+    return history
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", [*LAYOUTS, "dp2"])
+def test_the_loss_is_hugging_faces_cross_entropy_and_falls(models: dict[str, Path], layout: str) -> None:
+    tp, pp, dp = (1, 1, 2) if layout == "dp2" else (*LAYOUTS[layout], 1)
+    config = as_sft(tiny_config(models["tied"], "policy.generation.temperature=0.6", tp=tp, pp=pp, dp=dp))
+    answers = run_ranks(supervised, config, BATCH_SEED, 4, tp=tp, pp=pp, dp=dp)
+    losses = np.sum([[nll for nll, _ in a] for a in answers if a[0][0] is not None], axis=0)
+    batch, model = make_batch(BATCH_SEED), load_hf(models["tied"])
+    total = 0.0
+    for row in range(len(batch)):
+        ids = torch.from_numpy(batch.token_ids[row, : batch.lengths[row]])[None]
+        labels = ids.clone()
+        labels[0, : batch.prompt_lengths[row]] = -100
+        with torch.no_grad():
+            count = int(batch.lengths[row] - batch.prompt_lengths[row])
+            total += float(model(input_ids=ids, labels=labels).loss) * count
+    assert losses[0] == pytest.approx(total / batch.global_tokens, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "examples.jsonl"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "{", r"examples\.jsonl, line 2: not JSON"),
+        (GOOD + "[1]", r"line 2: a list; each line must be an object"),
+        (GOOD + '\n{"prompt": "2+2="}', r"line 3: no key 'answer'; it has 'prompt'"),
+        ('{"prompt": "", "answer": "2"}', r"line 1: prompt is ''; it must be a text that is not empty"),
+        ('{"prompt": "1+1=", "answer": 2}', r"line 1: answer is 2; it must be a text"),
+        (GOOD + GOOD, r"line 2: the same prompt and answer as line 1"),
+        ("\n", r"no examples in it"),
+    ],
+)
+def test_a_wrong_line_is_named(models: dict[str, Path], tmp_path: Path, text: str, message: str) -> None:
+    tokenizer = load_tokenizer(models["tied"])
+    with pytest.raises(ValueError, match=message):
+        jsonl_prompts(write(tmp_path, text), tokenizer, prompt_key="prompt", answer_key="answer")
+
+
+def test_files_with_other_keys(models: dict[str, Path], tmp_path: Path) -> None:
+    path = write(tmp_path, '{"q": "é?", "a": "ja"}\n{"q": "b", "a": "c", "more": 1}\n')
+    keys = [f"sft.train_path={path}", "sft.prompt_key=q", "sft.answer_key=a"]
+    tokenizer, prompts, held_out = load_examples(as_sft(tiny_config(models["tied"], *keys)))
+    assert [(p.text, p.answer) for p in prompts.prompts] == [("é?", "ja"), ("b", "c")]
+    assert held_out == []
+    assert tokenizer.decode(prompts.prompts[0].token_ids) == "é?"
+    with pytest.raises(ValueError, match="2 held-out examples are also trained on"):
+        load_examples(as_sft(tiny_config(models["tied"], *keys, f"sft.val_path={path}")))
+    keys += ["policy.max_total_sequence_length=5", "policy.generation.max_new_tokens=1"]
+    short = as_sft(tiny_config(models["tied"], *keys))
+    with pytest.raises(ValueError, match=r"has 6 tokens with its answer, more than .* = 5"):
+        load_examples(short)
+
+
+def test_missing_files_are_refused_before_anything_starts(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"sft\.train_path = /nowhere"):
+        tiny_config(models["tied"], "sft.train_path=/nowhere")
+
+
+def test_the_section_replaces_what_grpo_has(models: dict[str, Path]) -> None:
+    overrides = ["sft.batch_size=32", "sft.max_num_steps=7", "policy.train_global_batch_size=4"]
+    overrides += ["policy.generation.temperature=0.5", "loss_fn.reference_policy_kl_penalty=0.1"]
+    config: Any = as_sft(tiny_config(models["tied"], *overrides))
+    assert config.train_global_batch_size == config.sequences_per_step == 32
+    assert config.num_optimizer_steps == config.lr_decay_iters == 7
+    assert config.policy.generation.temperature == 1.0
+    assert config.loss_fn.reference_policy_kl_penalty == 0.0
