@@ -197,6 +197,13 @@ def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{prefix}.lora_B_init_method", problem, peft.lora_B_init_method)
 
 
+def early_stop_needs_validation(config: RunConfig) -> Iterator[Violation]:
+    """Nothing is compared when nothing is measured."""
+    if config.grpo.early_stop_patience is not None and config.grpo.val_period == 0:
+        problem = "needs validation while training; set grpo.val_period, or this to null"
+        yield Violation("grpo.early_stop_patience", problem, config.grpo.early_stop_patience)
+
+
 def sft_files_are_there(config: RunConfig) -> Iterator[Violation]:
     """Files of examples exist, and validation examples come from the same kind of source as those trained on."""
     sft = config.sft
@@ -262,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     start_adapter_is_there,
     save_by_is_a_duration,
     sft_files_are_there,
+    early_stop_needs_validation,
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,
     chat_template_exists,

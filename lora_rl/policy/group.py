@@ -55,11 +55,16 @@ def start_ranks(config: RunConfig, layout: Layout, logs: Path, options: Sequence
 
 
 class PolicyGroup:
-    """Shards batches over data-parallel ranks, agrees on microbatches, merges what the ranks report."""
+    """Shards batches over data-parallel ranks, agrees on microbatches, merges what the ranks report.
+
+    Attributes:
+        moved: whether the last training step changed the adapters; not when its learning rate had decayed to 0.
+    """
 
     def __init__(self, config: RunConfig, layout: Layout, workers: Sequence[Worker]) -> None:
         self.config, self.layout, self.workers = config, layout, list(workers)
         self._timeout = config.cluster.step_timeout_s
+        self.moved = False
 
     def train(self, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, float]:
         """One optimizer step per minibatch of rows of `batch`; metrics over all of them.
@@ -71,7 +76,7 @@ class PolicyGroup:
         uses_kl = self.config.loss_fn.reference_policy_kl_penalty > 0
         reference = self.logprobs(batch, reference=True) if uses_kl else None
         parts: list[dict[str, MetricSum]] = []
-        norms, rate, tokens, sequences, microbatches = [], 0.0, 0, 0, 0
+        norms, rates, tokens, sequences, microbatches = [], [], 0, 0, 0
         for rows in minibatches:
             step = batch.minibatch(rows)
             shards, cuts = self._cut(step)
@@ -88,14 +93,15 @@ class PolicyGroup:
             results = wait(calls, timeout_s=self._timeout, doing="training")
             parts += [r.metrics for r in results if r.metrics]
             norms.append(results[0].grad_norm)
-            rate = results[0].learning_rate
+            rates.append(results[0].learning_rate)
             tokens, sequences = tokens + step.global_tokens, sequences + step.global_sequences
             microbatches += len(cuts[0])
+        self.moved = any(rate > 0 for rate in rates)
         metrics = finalise(merge(parts), Normaliser(tokens=float(tokens), sequences=float(sequences)))
         return {
             **metrics,
             "grad_norm": float(np.mean(norms)),
-            "lr": rate,
+            "lr": rates[-1],
             "microbatches": microbatches,
             "optimizer_steps": len(minibatches),
         }

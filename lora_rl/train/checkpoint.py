@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lora_rl.lora.peft_io import PeftAdapter, read_peft, write_peft
@@ -113,10 +114,10 @@ class CheckpointStore:
                 os.rename(staged, target)
             _sync(self.folder)
             self._point_latest(name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             last = self.newest_name()
             raise CheckpointError(
-                f"checkpoint {target} could not be written: {error.strerror or error}; "
+                f"checkpoint {target} could not be written: {getattr(error, 'strerror', None) or error}; "
                 + (f"{self.folder / last} is complete and unharmed" if last else "there is no earlier one")
             ) from error
         self._prune()

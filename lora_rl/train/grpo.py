@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample
+from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
 from lora_rl.train.job import Job, start_job
 from lora_rl.train.resume import Stop, is_save_step, take
@@ -57,6 +57,12 @@ def run_grpo(
 
         def save(step: int, record: dict[str, float]) -> None:
             if store is not None:
+                metric = config.checkpointing.metric_name
+                if metric is not None and metric not in record:
+                    measured = ", ".join(sorted(n for n in record if n.startswith("val/"))) or "no val/ metric"
+                    console.warn(
+                        f"checkpointing.metric_name {metric} was not recorded when saving; there was {measured}"
+                    )
                 pushed = {"version": job.weights.version, "payload": job.weights.payload}
                 path = store.save(take(job, config, layout, step, record, recorder.path, **pushed))
                 console.info(f"checkpoint  {path}")
@@ -125,7 +131,7 @@ def train(
         with timer("sync"):
             probing = is_probe_step(step, config)
             job.turns.to_both(generating=probing)
-            synced = job.weights.push(after_update=True) if kept else {}
+            synced = job.weights.push(after_update=job.policy.moved) if kept else {}
             if probing:
                 synced["sync/parity"] = job.weights.check_parity(job.probes, parity_tolerance(config))
             job.turns.note("sync")
@@ -144,12 +150,16 @@ def train(
             timer.end_step(tokens=tokens_per_phase(rollouts, kept)),
         )
         console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
-        if is_save_step(step, last_step, config) or stop.requested:
+        stale = is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience)
+        if is_save_step(step, last_step, config) or stop.requested or (validated and stale):
             save(step, record)
         if stop.signalled:
             raise KeyboardInterrupt
         if stop.time_is_up:
             console.info("checkpointing.checkpoint_must_save_by is reached; the same command continues this run")
+            return
+        if validated and stale:
+            console.info(f"no better accuracy in {config.grpo.early_stop_patience} validations: stopping early")
             return
 
 
@@ -207,6 +217,14 @@ def is_validation_step(step: int, last_step: int, config: RunConfig) -> bool:
     """Every `val_period` steps, and after the last."""
     period = config.grpo.val_period
     return period > 0 and (step % period == 0 or step == last_step)
+
+
+def is_stale(accuracies: Sequence[float], patience: int | None) -> bool:
+    """Whether the best of the validations so far is at least `patience` validations ago."""
+    if patience is None or not accuracies:
+        return False
+    best = max(range(len(accuracies)), key=lambda n: (accuracies[n], -n))
+    return len(accuracies) - 1 - best >= patience
 
 
 def is_probe_step(step: int, config: RunConfig) -> bool:

@@ -10,8 +10,9 @@ run() { # run <name> <overrides...>
   local name=$1
   shift
   if ! RAY_TMPDIR="$work" uv run examples/run_grpo.py --config examples/configs/grpo_tiny_cpu.yaml \
-    grpo.num_prompts_per_step=16 policy.train_global_batch_size=null grpo.max_num_steps=2 grpo.val_at_start=false grpo.val_period=0 \
-    logger.console=plain logger.tensorboard_enabled=false "logger.log_dir=$work/$name" "$@" >"$work/output" 2>&1; then
+    grpo.num_prompts_per_step=16 policy.train_global_batch_size=null grpo.max_num_steps=2 grpo.val_at_start=false \
+    grpo.val_period=0 policy.megatron_cfg.scheduler.lr_warmup_iters=0 logger.console=plain \
+    logger.tensorboard_enabled=false "logger.log_dir=$work/$name" "$@" >"$work/output" 2>&1; then
     tail -n 40 "$work/output"
     echo "FAIL   $name: the run ended with an error"
     exit 1

@@ -43,6 +43,9 @@ class GRPOConfig(Section):
     val_batch_size: PositiveInt = Field(256, description="Held-out prompts generated at once.")
     val_num_generations: PositiveInt = Field(1, description="Completions sampled per validation prompt.")
     val_temperature: NonNegativeFloat = Field(1.0, description="Sampling temperature in validation; 0: greedy.")
+    early_stop_patience: PositiveInt | None = Field(
+        None, description="Validations without a new best val/accuracy after which the run ends; null: never."
+    )
     seed: NonNegativeInt = Field(42, description="Seed of sampling, adapter initialisation and data order.")
     async_grpo: AsyncGRPOConfig = Field(default_factory=AsyncGRPOConfig)
 

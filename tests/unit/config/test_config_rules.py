@@ -80,6 +80,7 @@ CASES = [
         "must be a PEFT directory; it has no adapter_config.json and no adapter_model.safetensors",
         None,
     ),
+    (["grpo.early_stop_patience=2", "grpo.val_period=0"], "grpo.early_stop_patience", "needs validation while", None),
     (["sft.train_path=/nowhere"], "sft.train_path", "there is no such file; give a file of JSON lines", None),
     (
         ["checkpointing.checkpoint_must_save_by=4h"],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from lora_rl.lora.merge import AdapterTensors
 from lora_rl.lora.peft_io import PeftAdapter
@@ -144,10 +145,15 @@ def test_a_failed_write_leaves_the_old_one_and_says_so(tmp_path: Path, monkeypat
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for broken in ("save_file", "_sync"):
+    def full_disk_as_safetensors_says_it(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    for broken, raises in (("save_file", full), ("save_file", full_disk_as_safetensors_says_it), ("_sync", full)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, broken, full)
-            with pytest.raises(CheckpointError, match=r"step_20 could not be written: No space .*step_10 is complete"):
+            patch.setattr(module, broken, raises)
+            with pytest.raises(
+                CheckpointError, match=r"step_20 could not be written: .*No space .*step_10 is complete"
+            ):
                 store.save(make(20))
         assert sorted(os.listdir(store.folder)) == ["latest", "step_10"]
         assert (store.folder / "latest").read_text() == "step_10\n"

@@ -27,6 +27,7 @@ from lora_rl.track import Console, PhaseTimer, RunRecorder, read_metrics
 from lora_rl.train.grpo import (
     drop_constant_groups,
     group_advantages_of,
+    is_stale,
     is_validation_step,
     minibatches,
     number_of_steps,
@@ -122,6 +123,25 @@ def test_validation_schedule(config: RunConfig) -> None:
     assert steps(100) == [10]
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "patience", "stale"),
+    [
+        ([], 1, False),
+        ([0.5], 1, False),
+        ([0.5, 0.6], 1, False),
+        ([0.5, 0.4], 1, True),
+        ([0.5, 0.4], 2, False),
+        ([0.5, 0.4, 0.5], 2, True),
+        ([0.5, 0.4, 0.6, 0.1], 2, False),
+        ([0.5, 0.4, 0.3], None, False),
+    ],
+)
+def test_early_stop_counts_validations_since_the_best(
+    accuracies: list[float], patience: int | None, stale: bool
+) -> None:
+    assert is_stale(accuracies, patience) == stale
+
+
 def test_number_of_steps(config: RunConfig) -> None:
     counts = {
         epochs: number_of_steps(with_grpo(config, max_num_epochs=epochs), prompts=9) for epochs in (None, 1, 2, 99)
@@ -168,6 +188,7 @@ class RecordingPolicy:
 
     order: list[str]
     trained: list[tuple[TrainBatch, list[list[int]]]] = field(default_factory=list)
+    moved: bool = True
 
     def train(self, batch: TrainBatch, parts: list[list[int]]) -> dict[str, float]:
         self.order.append("train")
@@ -242,7 +263,7 @@ class Loop:
 PROBES = [(5, 6, 7), (8, 9)]
 
 
-def run_loop(config: RunConfig, folder: Path, model: Path, answers: str) -> Loop:
+def run_loop(config: RunConfig, folder: Path, model: Path, answers: str, *, moved: bool = True) -> Loop:
     """Three steps over prompts whose answer is 7; completion n of the run says the n-th of `answers`."""
     tokenizer = load_tokenizer(model)
     script = iter(answers * 1000)
@@ -250,7 +271,7 @@ def run_loop(config: RunConfig, folder: Path, model: Path, answers: str) -> Loop
     engines = OrderedEngines(
         lambda r: completion((*tokenizer.encode(next(script)), tokenizer.eos_token_id)), order=order
     )
-    policy, weights, timer = RecordingPolicy(order), RecordingWeights(order), PhaseTimer()
+    policy, weights, timer = RecordingPolicy(order, moved=moved), RecordingWeights(order), PhaseTimer()
     job = Job(
         policy=policy,
         engines=engines,
@@ -261,6 +282,7 @@ def run_loop(config: RunConfig, folder: Path, model: Path, answers: str) -> Loop
         held_out=[prompt(f"held out {n}") for n in range(6)],
         probes=PROBES,
         identity={},
+        start=None,
         facts={"model/parameters": 5.0},
     )
     with (folder / "out.txt").open("w") as stream, RunRecorder(folder) as recorder:
@@ -306,6 +328,14 @@ def test_each_side_has_its_turn_before_it_works(short: RunConfig, models: dict[s
     assert loop.order == [*VALIDATION, *step, *step, *VALIDATION, *step, *VALIDATION]
     # The ledger is taken once per step and belongs to it.
     assert [r.get("memory/sync/ranks_gib") for r in loop.records] == [None, 1, 2, 3]
+
+
+def test_a_step_at_rate_zero_may_push_the_same_weights_again(
+    short: RunConfig, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A schedule that decays to 0 ends with a step that changes nothing: no reason to call the push broken."""
+    loop = run_loop(short, tmp_path, models["tied"], "78", moved=False)
+    assert loop.weights.pushes == [False] * 3
 
 
 def test_probes_follow_their_period(models: dict[str, Path], tmp_path: Path) -> None:
