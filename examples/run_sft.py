@@ -18,9 +18,8 @@ def main() -> int:
             sys.stdout.write(command.dry_run_report())
             return 0
     from lora_rl.train.run import run
-    from lora_rl.train.sft import run_sft
 
-    return run(config, layout, run_sft)
+    return run(config, layout, "sft")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,9 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
     notices = logging.getLogger("ray._private")
     notices.addHandler(handler)
     notices.propagate = False
+    # Ray replaces the handler of SIGTERM by one that exits at once; a run has its own way to end.
+    handles_sigterm = threading.current_thread() is threading.main_thread()
+    sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -48,6 +53,8 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
                 # Objects here are token ids and metrics; weights never travel through the object store.
                 object_store_memory=256 * 1024**2,
             )
+        if handles_sigterm:
+            signal.signal(signal.SIGTERM, sigterm)
         yield
     finally:
         ray.shutdown()

@@ -20,7 +20,7 @@ class PolicyState:
 
     Attributes:
         moments: float32 whole matrices by `<global linear>.<linear_in|linear_out>.<name of the moment>`.
-        counters: the optimizer's step numbers, by their name, and `scheduler`, its schedule's position.
+        counters: `step`, the number of optimizer steps, and `scheduler`, its schedule's position.
         flags: `gradients_checked`.
         random: uint8 states of random generators by `rank_<n>.<generator>`; they fit only the same layout.
     """
@@ -129,27 +129,31 @@ def _state_of(rank: PolicyRank, parameter: torch.nn.Parameter, *, create: bool =
     raise RuntimeError(f"no optimizer updates a parameter of shape {list(parameter.shape)}")
 
 
+def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    """torch's optimizers number the steps of each parameter; fused ones those of a group."""
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
 def _counters(rank: PolicyRank) -> dict[str, float]:
-    """Step numbers, which torch keeps per parameter and fused optimizers per group; all are equal."""
-    counters: dict[str, float] = {}
+    """The number of optimizer steps, the same for all parameters; empty before the first."""
     for inner in _torch_optimizers(rank):
         for group in inner.param_groups:
-            if "step" in group:
-                counters["group_step"] = float(group["step"])
-            for parameter in group["params"]:
-                if "step" in inner.state.get(parameter, {}):
-                    counters["step"] = float(inner.state[parameter]["step"])
-    return counters
+            for holder in inner.state.values() if _counts_per_parameter(inner) else [group]:
+                if "step" in holder:
+                    return {"step": float(holder["step"])}
+    return {}
 
 
 def _set_counters(rank: PolicyRank, counters: Mapping[str, float]) -> None:
+    if "step" not in counters:
+        return
     for inner in _torch_optimizers(rank):
         for group in inner.param_groups:
-            if "group_step" in counters:
-                group["step"] = int(counters["group_step"])
-            if "step" in counters:
-                for parameter in group["params"]:
-                    inner.state[parameter]["step"] = torch.tensor(counters["step"], dtype=torch.float32)
+            if not _counts_per_parameter(inner):
+                group["step"] = int(counters["step"])
+                continue
+            for parameter in group["params"]:
+                inner.state[parameter]["step"] = torch.tensor(counters["step"], dtype=torch.float32)
 
 
 def _whole(shards: list[tuple[torch.Tensor, int | None, bool]]) -> torch.Tensor:

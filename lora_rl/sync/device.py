@@ -7,6 +7,7 @@ and the client that reaches our engine actors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,8 +96,12 @@ class DeviceSender:
             self.engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self.source)
         elif backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+            from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-            info = IPCTrainerInitInfo(packed=True, rank=rank)
+            # A tensor must fit into the buffer as a whole, and an embedding may be larger than the default.
+            largest = max(math.prod(m.shape) * m.dtype.itemsize for m in self.source.metadata())
+            size = max(DEFAULT_PACKED_BUFFER_SIZE_BYTES, largest)
+            info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
             self.engine = IPCTrainerWeightTransferEngine.trainer_init(info, client=client, source=self.source)
         else:
             raise ValueError(f"unknown backend {backend!r}; valid are nccl and ipc")

@@ -120,7 +120,7 @@ class CheckpointStore:
                 f"checkpoint {target} could not be written: {getattr(error, 'strerror', None) or error}; "
                 + (f"{self.folder / last} is complete and unharmed" if last else "there is no earlier one")
             ) from error
-        self._prune()
+        self._prune(name)
         return target
 
     def clean(self) -> None:
@@ -158,19 +158,25 @@ class CheckpointStore:
         os.replace(temporary, self.folder / LATEST)
         _sync(self.folder)
 
-    def _prune(self) -> None:
-        names = self.names()
-        if self._keep is None or not names:
+    def _prune(self, saved: str) -> None:
+        """Remove what is superseded. Later steps than the one just saved are of a history that was given up: they are
+        damaged, or the run could not have gone on before them; they neither count nor stay."""
+        if self._keep is None:
             return
+        scores: dict[str, float | None] = {}
+        for name in self.names():
+            try:
+                scores[name] = json.loads((self.folder / name / CHECKPOINT_FILE).read_text())["score"]
+            except (OSError, ValueError, KeyError, TypeError):
+                self._warn(f"{self.folder / name} is not readable and goes")
 
         def rank(name: str) -> tuple[bool, float, int]:
-            score = json.loads((self.folder / name / CHECKPOINT_FILE).read_text())["score"]
-            signed = 0.0 if score is None else score if self._higher else -score
-            return score is not None, signed, _step(name)
+            score = scores[name]
+            return score is not None, (score or 0.0) * (1 if self._higher else -1), _step(name)
 
-        rankable = [name for name in names if (self.folder / name / CHECKPOINT_FILE).exists()]
-        kept = {names[0], *sorted(rankable, key=rank, reverse=True)[: self._keep]}
-        for name in names:
+        rankable = [name for name in scores if _step(name) <= _step(saved)]
+        kept = {saved, *sorted(rankable, key=rank, reverse=True)[: self._keep]}
+        for name in self.names():
             if name not in kept:
                 # Out of sight first: a crash in between leaves a hidden folder, never half a checkpoint.
                 doomed = self.folder / f".{name}.removed"

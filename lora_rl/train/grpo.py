@@ -78,9 +78,14 @@ def run_grpo(
 
 def keep_adapter(policy: PolicyGroup, path: Path) -> None:
     """Leave the adapter in the run folder, in place of that of an earlier start."""
+    fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    policy.save_adapter(fresh)
     if path.exists():
-        shutil.rmtree(path)
-    policy.save_adapter(path)
+        path.rename(old)
+    fresh.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def train(
@@ -113,6 +118,9 @@ def train(
         before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
         console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
 
+    if done and is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience):
+        console.info(f"no better accuracy in {config.grpo.early_stop_patience} validations: this run had stopped early")
+        return
     for step in range((done or 0) + 1, last_step + 1):
         with timer("generation"):
             job.turns.to_engines()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lora_rl.cluster.local import ray_session
 from lora_rl.cluster.placement import place
 from lora_rl.cluster.workers import Worker, wait
+from lora_rl.config.layout import platform_of
 from lora_rl.data import PromptSource, Tokenizer, addition_prompts, load_tokenizer
 
 if TYPE_CHECKING:
@@ -251,6 +252,9 @@ def build_processes(
         for doing, start in steps:
             rank_task.update(doing)
             answers = wait(start(), timeout_s=timeout, doing=f"start-up: {doing}", on_done=on_done)
+        if config.policy.generation.colocated.enabled and platform_of(config) == "cuda":
+            # vLLM measures what is free on a device while it loads: nobody may move then.
+            wait(engine_calls, timeout_s=timeout, doing="start-up: vLLM", on_done=on_done)
         rank_task.update("building the model")
         calls = [w.call("build", answers[0], adapter) for w in ranks]
         described = wait(calls, timeout_s=timeout, doing="start-up: building the model", on_done=on_done)

@@ -100,14 +100,18 @@ def open_store(config: RunConfig, run_dir: Path, warn: Callable[[str], None]) ->
     )
 
 
-def identity(config: RunConfig, prompts: PromptSource) -> dict[str, Any]:
+def identity(config: RunConfig, prompts: PromptSource, job: str = "grpo") -> dict[str, Any]:
     """What a run must have in common with the checkpoint it continues from.
 
     Base model and starting adapter (hashes of their files; they may have moved), adapter settings, and prompts with
     their order.
+
+    Args:
+        job: `grpo` or `sft`.
     """
     cursor, peft = prompts.state_dict(), config.policy.megatron_cfg.peft
     return {
+        "job": job,
         "base_model": file_hashes(Path(config.policy.model_name)),
         "adapter": peft.model_dump(mode="json", exclude={"adapter_path"}),
         "start_adapter": {} if peft.adapter_path is None else file_hashes(Path(peft.adapter_path)),

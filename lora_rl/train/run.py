@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import resolved_yaml
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, TensorBoardSink, learning_curve, read_metrics
 from lora_rl.track.recorder import FILE_NAME
-from lora_rl.train.checkpoint import CheckpointError
+from lora_rl.train.checkpoint import Checkpoint, CheckpointError
 from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
-from lora_rl.train.resume import Stop, open_store, seconds
+from lora_rl.train.job import load_data
+from lora_rl.train.resume import Stop, check_fits, checkpoint_folder, identity, open_store, seconds
 
 if TYPE_CHECKING:
     from lora_rl.config import Layout, RunConfig
@@ -25,33 +27,39 @@ logger = logging.getLogger(__name__)
 FAILED, INTERRUPTED = 1, 130
 
 
-def run(config: RunConfig, layout: Layout, job: Callable[..., None] = run_grpo) -> int:
-    """Run a job in its run folder.
+# What ends a run with one message instead of a traceback.
+FAILURES = (WorkerError, SyncError, CheckpointError, OSError, ValueError)
 
-    Args:
-        job: `run_grpo` or `run_sft`.
+
+def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo") -> int:
+    """Run a job in its run folder.
 
     Returns:
         The process's exit code: 0 when every step was done, 130 after Ctrl-C or SIGTERM, 1 after a failure. In each
         case the terminal says where the results are, and metrics.jsonl holds every finished step.
     """
+    try:
+        return _run(config, layout, kind)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted before the run began\n")
+        return INTERRUPTED
+    except FAILURES as error:
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        return FAILED
+
+
+def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int:
+    from lora_rl.train.sft import load_examples, run_sft
+
+    job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     warnings: list[str] = []
-    wanted = Path(config.logger.log_dir)
-    store, resume = None, None
+    run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir)), None, False
     if config.checkpointing.enabled:
-        store = open_store(config, wanted, warnings.append)
-        try:
-            resume = store.load_newest()
-        except (CheckpointError, OSError, ValueError) as error:
-            sys.stderr.write(f"{error}\n")
-            return FAILED
-    # A run that saves is continued in its folder; any other gets a folder of its own.
-    continues = resume is not None or (store is not None and store.folder.exists())
-    run_dir = wanted if continues else free_run_dir(wanted)
+        run_dir, resume, continues = find_run(config, warnings.append)
+        if resume is not None:
+            # Before anything is written.
+            check_fits(resume, identity(config, load(config)[1], kind))
     run_dir.mkdir(parents=True, exist_ok=True)
-    if store is not None:
-        store = open_store(config, run_dir, warnings.append)
-        store.folder.mkdir(parents=True, exist_ok=True)
     if resume is not None and not (run_dir / FILE_NAME).exists():
         (run_dir / FILE_NAME).write_bytes(resume.metrics)
     (run_dir / "config.yaml").write_text(resolved_yaml(config))
@@ -72,6 +80,10 @@ def run(config: RunConfig, layout: Layout, job: Callable[..., None] = run_grpo) 
         sample_every=config.logger.sample_table_period or sys.maxsize,
         sample_count=config.logger.num_val_samples_to_print,
     )
+    store = open_store(config, run_dir, console.warn) if config.checkpointing.enabled else None
+    if store is not None:
+        store.folder.mkdir(parents=True, exist_ok=True)
+        store.clean()
     sinks = [TensorBoardSink(paths["tensorboard"])] if config.logger.tensorboard_enabled else []
     code, failure = 0, ""
     # Records after the checkpoint will be computed again; with none, all of them.
@@ -84,12 +96,8 @@ def run(config: RunConfig, layout: Layout, job: Callable[..., None] = run_grpo) 
         console,
     ):
         console.info(f"run folder {run_dir}")
-        if store is not None:
-            # From now on its warnings are shown at once.
-            store = open_store(config, run_dir, console.warn)
-            store.clean()
-            for warning in warnings:
-                console.warn(warning)
+        for warning in warnings:
+            console.warn(warning)
         if resume is not None:
             console.info(f"continuing after step {resume.step}, from {resume.path}")
             for record in recorder.earlier:
@@ -98,17 +106,47 @@ def run(config: RunConfig, layout: Layout, job: Callable[..., None] = run_grpo) 
             job(config, layout, console, recorder, timer, run_dir, stop=stop, store=store, resume=resume)
         except KeyboardInterrupt:
             code = INTERRUPTED
-        except (WorkerError, SyncError, CheckpointError, OSError, ValueError) as error:
+        except FAILURES as error:
             code, failure = FAILED, f"{type(error).__name__}: {error}"
-        finally:
-            records = read_metrics(recorder.path)
+        records = read_metrics(recorder.path)
+        try:
             if any("train/reward" in record for record in records):
                 learning_curve(records, paths["curve"], title=run_dir.name)
+        except OSError as error:
+            console.warn(f"{paths['curve']} could not be drawn: {error}")
     if code == INTERRUPTED:
         sys.stderr.write(f"interrupted after {max(len(records) - 1, 0)} finished steps; results are in {run_dir}\n")
     if failure:
         sys.stderr.write(f"\n{failure}\n")
     return code
+
+
+def find_run(config: RunConfig, warn: Callable[[str], None]) -> tuple[Path, Checkpoint | None, bool]:
+    """Where a run that saves checkpoints goes on, or begins.
+
+    It goes on in the newest of `log_dir`, `log_dir-2`, ... that has checkpoints of its own, or, with a
+    `checkpointing.checkpoint_dir`, in the one whose records begin with those of the checkpoint. The folder of another
+    run is never touched.
+
+    Returns:
+        The run folder; the checkpoint to continue from, None where there is no good one; and whether the folder is
+        that of an earlier start, whose records this one takes over.
+    """
+    wanted = Path(config.logger.log_dir)
+    numbered = [wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 10_000))]
+    known = list(takewhile(lambda folder: folder.exists(), numbered))
+    if config.checkpointing.checkpoint_dir is None:
+        own = [folder for folder in known if checkpoint_folder(config, folder).is_dir()]
+        if not own:
+            return free_run_dir(wanted), None, False
+        return own[-1], open_store(config, own[-1], warn).load_newest(), True
+    resume = open_store(config, wanted, warn).load_newest()
+    if resume is not None:
+        for folder in reversed(known):
+            file = folder / FILE_NAME
+            if file.exists() and file.read_bytes().startswith(resume.metrics):
+                return folder, resume, True
+    return free_run_dir(wanted), resume, resume is not None
 
 
 def run_evaluation(
@@ -133,7 +171,7 @@ def run_evaluation(
         console = Console(config.logger.console, 0)
         with console:
             summary = evaluate(config, layout, console, folder, adapter=adapter, ks=ks)
-    except (WorkerError, SyncError, CheckpointError, OSError, ValueError) as error:
+    except FAILURES as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return FAILED
     except KeyboardInterrupt:

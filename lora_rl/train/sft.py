@@ -180,7 +180,7 @@ def _start(
     from lora_rl.train.resume import check_fits, identity
 
     tokenizer, prompts, held_out = load_examples(config)
-    same = identity(config, prompts) if config.checkpointing.enabled else {}
+    same = identity(config, prompts, "sft") if config.checkpointing.enabled else {}
     if resume is not None:
         check_fits(resume, same)
         prompts.load_state_dict(resume.cursor)

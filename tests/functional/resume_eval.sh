@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ctrl-C saves, the same command continues, another layout continues, a changed adapter is refused, and the result evaluates.
+# SIGTERM saves, the same command continues, another layout continues, a changed adapter is refused, and the result evaluates.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
@@ -21,20 +21,19 @@ check() { # check <what> <command...>
   if "$@"; then echo "PASS   $what"; else echo "FAIL   $what"; tail -n 30 "$work"/*.out; exit 1; fi
 }
 
-# A background job starts with SIGINT ignored, which Python would respect.
-env --default-signal=INT "${job[@]}" grpo.max_num_steps=1000 >"$work/first.out" 2>&1 &
+"${job[@]}" grpo.max_num_steps=1000 >"$work/first.out" 2>&1 &
 driver=$!
 for _ in $(seq 240); do
   [ -f "$run/metrics.jsonl" ] && [ "$(wc -l <"$run/metrics.jsonl")" -ge 3 ] && break
   sleep 0.5
 done
 pid=$(pgrep -P "$driver" -f run_grpo | head -n 1 || true)
-kill -INT "${pid:-$driver}"
+kill -TERM "${pid:-$driver}"
 code=0
 wait "$driver" || code=$?
-check "Ctrl-C: exit code $code is 130" [ "$code" -eq 130 ]
+check "SIGTERM: exit code $code is 130" [ "$code" -eq 130 ]
 saved=$(cat "$run/checkpoints/latest")
-check "Ctrl-C: a checkpoint of the last finished step, $saved" [ "$saved" = "step_$(($(wc -l <"$run/metrics.jsonl") - 1))" ]
+check "SIGTERM: a checkpoint of the last finished step, $saved" [ "$saved" = "step_$(($(wc -l <"$run/metrics.jsonl") - 1))" ]
 
 last=$((${saved#step_} + 3))
 check "the same command continues" to "$work/second.out" "${job[@]}" grpo.max_num_steps=$last

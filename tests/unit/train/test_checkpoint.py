@@ -138,6 +138,19 @@ def test_the_best_and_the_newest_are_kept(
     assert all(verify(store.folder / name) is None for name in store.names())
 
 
+@pytest.mark.parametrize("broken", ["payload", "description"])
+def test_a_damaged_later_one_neither_costs_the_good_one_nor_the_run(tmp_path: Path, broken: str) -> None:
+    """The run went on from before it; what it saves now must stay."""
+    store, warnings = make_store(tmp_path, keep=1)
+    later = store.save(make(60, 0.9))
+    (later / ("metrics.jsonl" if broken == "payload" else "checkpoint.json")).write_text("{")
+    assert store.load_newest() is None
+    store.save(make(20, 0.1))
+    assert store.names() == ["step_20"]
+    assert store.load_newest().step == 20
+    assert warnings
+
+
 def test_a_failed_write_leaves_the_old_one_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = make_store(tmp_path, keep=1)
     store.save(make(10))

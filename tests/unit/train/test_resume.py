@@ -73,6 +73,8 @@ def test_identity_follows_content_not_names(models: dict[str, Path], tmp_path: P
     check_fits(checkpoint, same)
 
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
+    with pytest.raises(CheckpointError, match="job: the checkpoint has 'grpo', this run 'sft'"):
+        check_fits(checkpoint, identity(config, prompts, "sft"))
     changes = {
         "adapter.dim: the checkpoint has 8, this run 4": identity(with_peft(config, dim=4), prompts),
         "adapter.target_modules": identity(with_peft(config, target_modules=["linear_qkv"]), prompts),
