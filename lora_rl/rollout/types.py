@@ -162,6 +162,30 @@ class TrainBatch:
         )
 
 
+def batch_of_sequences(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> TrainBatch:
+    """Given token sequences as a batch whose likelihood is wanted: nothing was sampled, every advantage is 1.
+
+    Args:
+        sequences: B sequences of token ids.
+        prompt_lengths: tokens of each that are only conditioned on, at least 1.
+    """
+    lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+    prompts = np.array(prompt_lengths, dtype=np.int64)
+    token_ids = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        token_ids[row, : len(sequence)] = sequence
+    return TrainBatch(
+        token_ids=token_ids,
+        lengths=lengths,
+        prompt_lengths=prompts,
+        behaviour_logprobs=np.zeros(token_ids.shape, dtype=np.float32),
+        advantages=np.ones(len(sequences), dtype=np.float32),
+        group_ids=np.arange(len(sequences)),
+        global_tokens=int((lengths - prompts).sum()),
+        global_sequences=len(sequences),
+    )
+
+
 def build_train_batch(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> TrainBatch:
     """Pad rollouts into the arrays the policy trains on.
 

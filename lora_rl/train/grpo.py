@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
@@ -37,6 +37,7 @@ def run_grpo(
     stop: Stop,
     store: CheckpointStore | None = None,
     resume: Checkpoint | None = None,
+    same: dict[str, Any] | None = None,
 ) -> None:
     """Start the job and train for `grpo.max_num_steps` steps.
 
@@ -44,13 +45,14 @@ def run_grpo(
         stop: asked at the end of each step.
         store: where checkpoints go; None: none are written.
         resume: what to continue from.
+        same: the run's identity for its checkpoints.
 
     Raises:
         WorkerError, SyncError: see `lora_rl.train.job` and `lora_rl.train.weights`.
     """
     with ExitStack() as stack:
         with timer("startup"):
-            job = stack.enter_context(start_job(config, layout, console, run_dir, resume))
+            job = stack.enter_context(start_job(config, layout, console, run_dir, resume, same))
         if resume is not None:
             # The start-up of this process belongs to no step.
             timer.end_step()

@@ -81,7 +81,12 @@ def load_data(config: RunConfig) -> tuple[Tokenizer, PromptSource, list[Prompt]]
 
 @contextmanager
 def start_job(
-    config: RunConfig, layout: Layout, console: Console, run_dir: Path, resume: Checkpoint | None = None
+    config: RunConfig,
+    layout: Layout,
+    console: Console,
+    run_dir: Path,
+    resume: Checkpoint | None = None,
+    same: dict[str, Any] | None = None,
 ) -> Iterator[Job]:
     """Start every process, load the model on both sides, push the first weights; stop everything at the end.
 
@@ -89,6 +94,7 @@ def start_job(
 
     Args:
         resume: a checkpoint to continue from, checked to fit the configuration.
+        same: what checkpoints record as the run's identity, see `lora_rl.train.resume.identity`.
 
     Raises:
         WorkerError: a process could not be started.
@@ -100,13 +106,6 @@ def start_job(
             "to 1"
         )
     tokenizer, prompts, held_out = load_data(config)
-    same = None
-    if config.checkpointing.enabled:
-        from lora_rl.train.resume import check_fits, identity
-
-        same = identity(config, prompts)
-        if resume is not None:
-            check_fits(resume, same)
     if resume is not None:
         prompts.load_state_dict(resume.cursor)
     start = resume.start if resume is not None else start_adapter(config)
@@ -190,7 +189,7 @@ def start_job(
             held_out=held_out,
             probes=probes,
             start=start,
-            identity=same if same is not None else {},
+            identity=same or {},
             facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
         )
 

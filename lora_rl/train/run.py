@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import resolved_yaml
@@ -54,11 +54,13 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     warnings: list[str] = []
     run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir)), None, False
+    same: dict[str, Any] = {}
     if config.checkpointing.enabled:
         run_dir, resume, continues = find_run(config, warnings.append)
+        same = identity(config, load(config)[1], kind)
         if resume is not None:
             # Before anything is written.
-            check_fits(resume, identity(config, load(config)[1], kind))
+            check_fits(resume, same)
     run_dir.mkdir(parents=True, exist_ok=True)
     if resume is not None and not (run_dir / FILE_NAME).exists():
         (run_dir / FILE_NAME).write_bytes(resume.metrics)
@@ -103,7 +105,7 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
             for record in recorder.earlier:
                 console.state.update(record)
         try:
-            job(config, layout, console, recorder, timer, run_dir, stop=stop, store=store, resume=resume)
+            job(config, layout, console, recorder, timer, run_dir, stop=stop, store=store, resume=resume, same=same)
         except KeyboardInterrupt:
             code = INTERRUPTED
         except FAILURES as error:

@@ -12,9 +12,10 @@ import numpy as np
 
 from lora_rl.data import Prompt, PromptSource, Tokenizer, load_tokenizer
 from lora_rl.data.jsonl import jsonl_prompts
-from lora_rl.rollout.types import TrainBatch
+from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
+from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep_adapter, number_of_steps
 from lora_rl.train.resume import Stop, is_save_step, take
 
 if TYPE_CHECKING:
@@ -70,21 +71,7 @@ def load_examples(config: RunConfig) -> tuple[Tokenizer, PromptSource, list[Prom
 def example_batch(examples: Sequence[Prompt], tokenizer: Tokenizer) -> TrainBatch:
     """Prompt, answer and end token of each example; answer and end token are trained on."""
     sequences = [_tokens(e, tokenizer) for e in examples]
-    lengths = np.array([len(s) for s in sequences], dtype=np.int64)
-    prompt_lengths = np.array([len(e.token_ids) for e in examples], dtype=np.int64)
-    token_ids = np.zeros((len(examples), int(lengths.max())), dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        token_ids[row, : len(sequence)] = sequence
-    return TrainBatch(
-        token_ids=token_ids,
-        lengths=lengths,
-        prompt_lengths=prompt_lengths,
-        behaviour_logprobs=np.zeros(token_ids.shape, dtype=np.float32),
-        advantages=np.ones(len(examples), dtype=np.float32),
-        group_ids=np.arange(len(examples)),
-        global_tokens=int((lengths - prompt_lengths).sum()),
-        global_sequences=len(examples),
-    )
+    return batch_of_sequences(sequences, [len(e.token_ids) for e in examples])
 
 
 def run_sft(
@@ -98,6 +85,7 @@ def run_sft(
     stop: Stop,
     store: CheckpointStore | None = None,
     resume: Checkpoint | None = None,
+    same: dict[str, Any] | None = None,
 ) -> None:
     """Start the ranks and train; arguments as in `run_grpo`, `config` from `as_sft`.
 
@@ -105,10 +93,8 @@ def run_sft(
         WorkerError: a process failed.
         KeyboardInterrupt: a signal asked to stop; with checkpoints, the step was finished and saved.
     """
-    from lora_rl.train.grpo import ADAPTER_FOLDER, keep_adapter, number_of_steps
-
     with timer("startup"), ExitStack() as opening:
-        job = opening.enter_context(_start(config, layout, console, run_dir, resume))
+        job = opening.enter_context(_start(config, layout, console, run_dir, resume, same or {}))
         stack = opening.pop_all()
     with stack:
         if resume is not None:
@@ -122,7 +108,7 @@ def run_sft(
                 with timer("training"):
                     batch = example_batch(job.prompts.next_batch(config.sft.batch_size), job.tokenizer)
                     trained = job.policy.train_supervised(batch)
-                held_out = validate(job, config, timer) if _validates(step, last_step, config) else {}
+                held_out = validate(job, config, timer) if is_validation_step(step, last_step, config) else {}
                 record = recorder.log(
                     step,
                     {f"train/{name}": value for name, value in trained.items()},
@@ -157,12 +143,6 @@ def validate(job: SftJob, config: RunConfig, timer: PhaseTimer) -> dict[str, flo
     return {"val/nll": total / tokens, "val/perplexity": float(np.exp(total / tokens)), "val/samples": len(examples)}
 
 
-def _validates(step: int, last_step: int, config: RunConfig) -> bool:
-    from lora_rl.train.grpo import is_validation_step
-
-    return is_validation_step(step, last_step, config)
-
-
 def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
     answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
     return (*prompt.token_ids, *answer, tokenizer.eos_token_id)
@@ -170,19 +150,21 @@ def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextmanager
 def _start(
-    config: RunConfig, layout: Layout, console: Console, run_dir: Path, resume: Checkpoint | None
+    config: RunConfig,
+    layout: Layout,
+    console: Console,
+    run_dir: Path,
+    resume: Checkpoint | None,
+    same: dict[str, Any],
 ) -> Iterator[SftJob]:
     """Ray and the ranks; no engine is needed."""
     from lora_rl.cluster.local import ray_session
     from lora_rl.cluster.placement import place
     from lora_rl.policy.group import PolicyGroup, start_ranks
     from lora_rl.train.job import build_processes, restore_policy, start_adapter
-    from lora_rl.train.resume import check_fits, identity
 
     tokenizer, prompts, held_out = load_examples(config)
-    same = identity(config, prompts, "sft") if config.checkpointing.enabled else {}
     if resume is not None:
-        check_fits(resume, same)
         prompts.load_state_dict(resume.cursor)
     start = resume.start if resume is not None else start_adapter(config)
     logs = run_dir / "logs"

@@ -11,7 +11,7 @@ import numpy as np
 
 from lora_rl.policy.group import PolicyGroup
 from lora_rl.rollout.pool import EnginePool
-from lora_rl.rollout.types import TrainBatch
+from lora_rl.rollout.types import batch_of_sequences
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest
 
@@ -131,7 +131,7 @@ class WeightSync:
         Raises:
             SyncError: an engine is further from the trainer than that.
         """
-        trainer = self._policy.logprobs(_as_batch(probes), temperature=1.0)
+        trainer = self._policy.logprobs(batch_of_sequences(probes, [1] * len(probes)), temperature=1.0)
         worst = 0.0
         for worker, scores in zip(self._engines.workers, self._engines.score(probes), strict=True):
             ours = np.concatenate([trainer[row, 1 : len(p)] for row, p in enumerate(probes)])
@@ -177,22 +177,3 @@ def parity_tolerance(config: RunConfig) -> float | None:
     exact = config.policy.precision == config.engine_precision == "float32"
     whole = generation.top_p == 1 and (generation.top_k or -1) < 1
     return generation.weight_sync.parity_tolerance if exact and whole else None
-
-
-def _as_batch(sequences: Sequence[tuple[int, ...]]) -> TrainBatch:
-    """Sequences as a batch whose 'completion' is everything after the first token."""
-    lengths = np.array([len(s) for s in sequences], dtype=np.int64)
-    token_ids = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        token_ids[row, : len(sequence)] = sequence
-    ones = np.ones(len(sequences), dtype=np.int64)
-    return TrainBatch(
-        token_ids=token_ids,
-        lengths=lengths,
-        prompt_lengths=ones,
-        behaviour_logprobs=np.zeros(token_ids.shape, dtype=np.float32),
-        advantages=np.zeros(len(sequences), dtype=np.float32),
-        group_ids=np.arange(len(sequences)),
-        global_tokens=int((lengths - 1).sum()),
-        global_sequences=len(sequences),
-    )

@@ -2,7 +2,7 @@
 # A wrong configuration ends with exit code 2 and a message that names key, value and remedy, and starts no process.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-work=$(mktemp -d /tmp/lora_rl.XXXXXX)
+work=$(mktemp -d -p /tmp)
 trap 'rm -rf "$work"' EXIT
 
 # Python imports this module at start-up: it writes down every process that the interpreter starts.

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
-work=$(mktemp -d /tmp/lora_rl.XXXXXX)
+work=$(mktemp -d -p /tmp)
 disk=$work/disk
 mkdir "$disk"
 if ! mount -t tmpfs -o size=3m tmpfs "$disk"; then

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
-work=$(mktemp -d /tmp/lora_rl.XXXXXX)
+work=$(mktemp -d -p /tmp)
 trap 'rm -rf "$work"' EXIT
 
 run() { # run <name> <overrides...>

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
-work=$(mktemp -d /tmp/lora_rl.XXXXXX)
+work=$(mktemp -d -p /tmp)
 trap 'rm -rf "$work"' EXIT
 run() { # run <folder> <last step> <overrides...>
   local folder=$1 last=$2
