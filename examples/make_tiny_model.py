@@ -1,15 +1,17 @@
 """Make a small Qwen3 model that adds two-digit numbers correctly about 40 % of the time: a start for RL.
 
-Trains from scratch on one core in a minute or two and writes a Hugging Face model directory, byte-level
-tokenizer included. Held-out pairs of the addition task are never trained on.
+Writes a Hugging Face model directory with random weights and a byte-level tokenizer, trains all weights by supervised
+fine-tuning (examples/configs/sft_from_scratch_cpu.yaml) in some minutes, and keeps the result. Held-out pairs of the
+addition task are never trained on.
 
     python examples/make_tiny_model.py --out examples/models/tiny-adder
 """
 
 import argparse
 import json
-import logging
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -17,9 +19,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from lora_rl.data import Prompt, addition_prompts, load_tokenizer
+from lora_rl.config import as_sft, derive_layout, exit_on_config_error, load_config
+from lora_rl.data import load_tokenizer
+from lora_rl.track import read_metrics
+from lora_rl.train.run import run
+from lora_rl.train.sft import MODEL_FOLDER
 
-log = logging.getLogger("make_tiny_model")
+CONFIG = Path(__file__).parent / "configs" / "sft_from_scratch_cpu.yaml"
+TARGET = "val/answer_probability"
 
 PAD, END = "<|pad|>", "<|end|>"
 VOCAB_ROWS = 264  # 2 special tokens + 256 bytes, padded so that tensor parallelism 2, 4 and 8 divide it
@@ -73,75 +80,12 @@ def build_model(hidden: int, layers: int, eos_token_id: int, pad_token_id: int) 
     return model
 
 
-def tensorise(prompts: list[Prompt], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, T] of prompt + answer + end token, padded on the right, and the mask [B, T] of the answer."""
-    rows = [(p.token_ids, (*tokenizer.encode(p.answer), tokenizer.eos_token_id)) for p in prompts]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    tokens_BT = torch.full((len(rows), width), tokenizer.pad_token_id)
-    mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        tokens_BT[i, :end] = torch.tensor((*prompt, *answer))
-        mask_BT[i, len(prompt) : end] = True
-    return tokens_BT, mask_BT
-
-
-def token_logprobs(model: Qwen3ForCausalLM, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token after the first, [B, T-1], and whether it is the most likely one."""
-    # Padding stands on the right, where causal attention keeps it from touching any token that counts.
-    logits = model(input_ids=tokens_BT[:, :-1]).logits.float()
-    targets = tokens_BT[:, 1:, None]
-    return logits.log_softmax(-1).gather(-1, targets)[..., 0], logits.argmax(-1) == targets[..., 0]
-
-
-@torch.no_grad()
-def accuracy(model: Qwen3ForCausalLM, tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[float, float]:
-    """(sampled at temperature 1, greedy) accuracy.
-
-    An answer is sampled with exactly the product of its token probabilities, so the mean of these products
-    is the expected sampled accuracy, without the noise of sampling.
-    """
-    logprobs, is_best = token_logprobs(model, tokens_BT)
-    mask = mask_BT[:, 1:]
-    sampled = logprobs.masked_fill(~mask, 0.0).sum(-1).exp().mean().item()
-    greedy = (is_best | ~mask).all(-1).float().mean().item()
-    return sampled, greedy
-
-
-def train(model, train_set, held_out_set, args: argparse.Namespace) -> tuple[int, float, float]:
-    """Cross-entropy on answers until the held-out sampled accuracy reaches the target: (steps, sampled, greedy)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup_steps))
-    tokens, mask = train_set
-    generator = torch.Generator().manual_seed(args.seed)
-    order = torch.empty(0, dtype=torch.long)
-    sampled = 0.0
-    for step in range(1, args.steps + 1):
-        if len(order) < args.batch_size:
-            order = torch.cat([order, torch.randperm(len(tokens), generator=generator)])
-        batch, order = order[: args.batch_size], order[args.batch_size :]
-        logprobs, _ = token_logprobs(model, tokens[batch])
-        loss = -logprobs[mask[batch][:, 1:]].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warmup.step()
-        # Near the target the accuracy climbs by points a step: measure every step from there on.
-        if step % 10 == 0 or sampled > args.target_accuracy - 0.15:
-            sampled, greedy = accuracy(model, *held_out_set)
-            log.info("step %4d  loss %.4f  held-out sampled %.3f  greedy %.3f", step, loss, sampled, greedy)
-            if sampled >= args.target_accuracy:
-                return step, sampled, greedy
-    sys.exit(f"the target accuracy {args.target_accuracy} was not reached in --steps {args.steps}: it is {sampled:.3f}")
-
-
 README = """\
 # {name}
 
 A Qwen3 model of {parameters:,} parameters, made from scratch, that adds two-digit numbers: `12+34=` -> `46<|end|>`.
-Held-out accuracy {sampled:.3f} sampled at temperature 1, {greedy:.3f} greedy, after {steps} steps of cross-entropy
-on 7,290 of the 8,100 pairs; the other 810 (`addition_pairs(split_seed=0)`) were never trained on. It was stopped
+Expected accuracy on held-out pairs, sampled at temperature 1: {accuracy:.3f}, after {steps} steps of cross-entropy
+on 7,290 of the 8,100 pairs; the other 810 (`data.addition` with its defaults) were never trained on. It was stopped
 there on purpose, to leave something for reinforcement learning to do.
 
 - Tokens: `<|pad|>` 0, `<|end|>` 1, then one per byte; the embedding is padded to {vocab} rows. There is no
@@ -150,51 +94,55 @@ there on purpose, to leave something for reinforcement learning to do.
   same tokens.
 - Weights are fp32. It knows nothing but this task.
 
-Reproduce (one thread; the same bits on the same kind of CPU and version of PyTorch):
+Reproduce (the same bits on the same kind of CPU and versions of the libraries):
 
     {command}
 """
 
 
-def main() -> None:
+def main() -> int:
+    """Write, train, keep; the exit code is that of the training job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2000, help="give up after this many")
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--warmup-steps", type=int, default=50)
-    parser.add_argument("--target-accuracy", type=float, default=0.40, help="held-out, sampled at temperature 1")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     args = parser.parse_args()
     if args.hidden < 64 or args.hidden % 64:
         parser.error(f"--hidden is {args.hidden}; it must be a multiple of 64 (pairs of heads of {HEAD_DIM})")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)  # the order of summation, and so the result, depends on the number of threads
-    torch.manual_seed(args.seed)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(args.out)
-    tokenizer = load_tokenizer(args.out)
-    train_prompts, held_out_prompts = addition_prompts(tokenizer)
-    model = build_model(args.hidden, args.layers, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    steps, sampled, greedy = train(
-        model, tensorise(train_prompts, tokenizer), tensorise(held_out_prompts, tokenizer), args
-    )
-    model.save_pretrained(args.out)
-    readme = README.format(
-        name=args.out.name,
-        parameters=model.num_parameters(),
-        sampled=sampled,
-        greedy=greedy,
-        steps=steps,
-        vocab=VOCAB_ROWS,
-        command=" ".join(["python examples/make_tiny_model.py", *sys.argv[1:]]),
-    )
-    (args.out / "README.md").write_text(readme)
-    log.info("wrote %s", args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        start, log_dir = Path(folder) / "start", Path(folder) / "run"
+        start.mkdir()
+        write_tokenizer(start)
+        tokenizer = load_tokenizer(start)
+        torch.manual_seed(args.seed)
+        model = build_model(args.hidden, args.layers, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        model.save_pretrained(start)
+        with exit_on_config_error():
+            config = as_sft(
+                load_config(CONFIG, [f"policy.model_name={start}", f"logger.log_dir={log_dir}", *args.overrides])
+            )
+            layout = derive_layout(config)
+        if code := run(config, layout, "sft"):
+            return code
+        last = read_metrics(log_dir / "metrics.jsonl")[-1]
+        target = config.sft.target_answer_probability
+        if target is not None and last[TARGET] < target:
+            sys.stderr.write(f"{TARGET} is {last[TARGET]:.3f} after all steps, not {target}; nothing was written\n")
+            return 1
+        readme = README.format(
+            name=args.out.name,
+            parameters=model.num_parameters(),
+            accuracy=last[TARGET],
+            steps=int(last["step"]),
+            vocab=VOCAB_ROWS,
+            command=" ".join(["python examples/make_tiny_model.py", *sys.argv[1:]]),
+        )
+        (log_dir / MODEL_FOLDER / "README.md").write_text(readme)
+        shutil.copytree(log_dir / MODEL_FOLDER, args.out, dirs_exist_ok=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Fine-tune LoRA adapters on prompts with answers.
+"""Fine-tune LoRA adapters, or all weights, on prompts with answers.
 
 uv run examples/run_sft.py --config examples/configs/sft_tiny_cpu.yaml [key.sub=value ...]
 """

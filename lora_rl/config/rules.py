@@ -216,6 +216,29 @@ def sft_files_are_there(config: RunConfig) -> Iterator[Violation]:
         yield Violation("sft.val_path", problem, sft.val_path)
 
 
+def all_weights_are_trained_plainly(config: RunConfig) -> Iterator[Violation]:
+    """Without adapters there is no float32 copy of the weights, and nothing that a checkpoint could hold."""
+    if not config.sft.train_all_weights:
+        return
+    if config.policy.precision != "float32":
+        problem = "sft.train_all_weights needs float32: small updates would round away"
+        yield Violation("policy.precision", problem, config.policy.precision)
+    if config.checkpointing.enabled:
+        problem = "checkpoints hold adapters, and with sft.train_all_weights there are none; set it to false"
+        yield Violation("checkpointing.enabled", problem, True)
+    if config.policy.megatron_cfg.peft.adapter_path is not None:
+        problem = "sft.train_all_weights trains no adapter; leave it null"
+        yield Violation("policy.megatron_cfg.peft.adapter_path", problem, config.policy.megatron_cfg.peft.adapter_path)
+
+
+def target_needs_validation(config: RunConfig) -> Iterator[Violation]:
+    """The probability is measured in validations."""
+    target = config.sft.target_answer_probability
+    if target is not None and config.sft.val_period == 0:
+        problem = "is measured in validations, and sft.val_period is 0; set that to 10, say, or this to null"
+        yield Violation("sft.target_answer_probability", problem, target)
+
+
 def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
     """days:hours:minutes:seconds, from which the front may be left out."""
     text = config.checkpointing.checkpoint_must_save_by
@@ -269,6 +292,8 @@ RULES: tuple[Rule, ...] = (
     start_adapter_is_there,
     save_by_is_a_duration,
     sft_files_are_there,
+    all_weights_are_trained_plainly,
+    target_needs_validation,
     early_stop_needs_validation,
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,

@@ -8,7 +8,8 @@ from lora_rl.config.schema import RunConfig
 def as_sft(config: RunConfig) -> RunConfig:
     """The configuration with the section `sft` in place of what GRPO has for the same.
 
-    One optimizer step of `sft.batch_size` examples per step, and the logits as they are: no temperature, no KL.
+    One optimizer step of `sft.batch_size` examples per step, and the logits as they are: no temperature, no KL. With
+    `sft.train_all_weights` there are no adapters.
     """
     sft, policy = config.sft, config.policy
     grpo = config.grpo.model_copy(
@@ -20,8 +21,10 @@ def as_sft(config: RunConfig) -> RunConfig:
             "val_period": sft.val_period,
         }
     )
+    peft = policy.megatron_cfg.peft.model_copy(update={"enabled": not sft.train_all_weights})
     policy = policy.model_copy(
         update={
+            "megatron_cfg": policy.megatron_cfg.model_copy(update={"peft": peft}),
             "train_global_batch_size": None,
             "generation": policy.generation.model_copy(update={"temperature": 1.0}),
         }

@@ -167,6 +167,14 @@ class PolicyActor:
         write_peft(Path(path), adapter, base_model=base_model)
         return True
 
+    def save_model(self, path: str) -> None:
+        """See `save_model` in `lora_rl.policy.export`."""
+        from pathlib import Path
+
+        from lora_rl.policy.export import save_model
+
+        save_model(self.rank.model, Path(path), Path(self._config.policy.model_name))
+
     def open_stream(self, backend: str, engines: list[Any], engine_tp: int, address: str, port: int) -> None:
         """Connect to the engines over `nccl` or `ipc`; see `DeviceSender.open`. Collective."""
         from functools import partial

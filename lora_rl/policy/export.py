@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +73,28 @@ def adapters(model: PolicyModel) -> dict[str, AdapterTensors]:
 def export_peft(model: PolicyModel) -> PeftAdapter:
     """The current adapters as Hugging Face PEFT knows them. Collective."""
     return PeftAdapter(adapters(model))
+
+
+def save_model(model: PolicyModel, path: Path, source: Path) -> None:
+    """Write the model's weights as a Hugging Face directory, which must not exist yet. Collective; rank 0 writes.
+
+    Args:
+        source: the directory it was loaded from; its configuration and tokenizer are copied.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    # Cloned: without parallelism an exported tensor may be the live parameter, and tied ones would share memory.
+    weights = {name: tensor.detach().clone() for name, tensor in base_weights(model)}
+    if torch.distributed.get_rank() != 0:
+        return
+    path.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy2(file, path / file.name)
+    save_torch_state_dict(weights, path, metadata={"format": "pt"})
+    for file in path.glob("*.safetensors"):
+        # safetensors lets only the owner read it.
+        file.chmod(0o644)
 
 
 @torch.no_grad()

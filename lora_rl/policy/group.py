@@ -196,6 +196,11 @@ class PolicyGroup:
         calls = [w.call("save_adapter", str(path), model) for w in self.workers]
         wait(calls, timeout_s=self._timeout, doing="saving the adapter")
 
+    def save_model(self, path: Path) -> None:
+        """Write the weights, without adapters, as a Hugging Face directory, which must not exist yet."""
+        calls = [w.call("save_model", str(path)) for w in self.workers]
+        wait(calls, timeout_s=self._timeout, doing="saving the model")
+
     def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[int]]]]:
         """Rows of each data-parallel shard, and within each the rows of its microbatches, equally many everywhere."""
         policy = self.config.policy

@@ -76,7 +76,8 @@ def initialise_parallel(
 def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
     """Load the base model, freeze it, add adapters, wrap in Megatron's DDP.
 
-    Adapters are float32 parameters whatever the precision of the base.
+    Adapters are float32 parameters whatever the precision of the base. With `peft.enabled` false there are none, and
+    every weight is trained.
 
     Raises:
         TargetError: a target module matches nothing, or must not be adapted.
@@ -161,7 +162,8 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
             maybe_enable_recompute_inputs_grad(chunks)
         return chunks
 
-    provider.register_pre_wrap_hook(add_adapters)
+    if peft.enabled:
+        provider.register_pre_wrap_hook(add_adapters)
     ddp = megatron.distributed_data_parallel_config
     chunks = provider.provide_distributed_model(
         ddp_config=DistributedDataParallelConfig(
@@ -173,11 +175,11 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         mixed_precision_wrapper=None,
     )
     model = PolicyModel(chunks=chunks, bridge=bridge, lora=lora, vocab_size=provider.vocab_size)
-    wrong = [n for n, p in model.module.named_parameters() if p.requires_grad != (".adapter." in n)]
+    trained = ".adapter." if peft.enabled else ""
+    wrong = [n for n, p in model.module.named_parameters() if p.requires_grad != (trained in n)]
     if wrong:
-        raise RuntimeError(
-            f"exactly the adapters must be trainable, but these parameters are not as they should: {wrong}"
-        )
+        what = "exactly the adapters" if peft.enabled else "all weights"
+        raise RuntimeError(f"{what} must be trainable, but these parameters are not as they should: {wrong}")
     return model
 
 

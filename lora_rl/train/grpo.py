@@ -80,10 +80,15 @@ def run_grpo(
 
 def keep_adapter(policy: PolicyGroup, path: Path) -> None:
     """Leave the adapter in the run folder, in place of that of an earlier start."""
+    keep(policy.save_adapter, path)
+
+
+def keep(save: Callable[[Path], None], path: Path) -> None:
+    """Write a folder beside its old version, and only then replace that."""
     fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    policy.save_adapter(fresh)
+    save(fresh)
     if path.exists():
         path.rename(old)
     fresh.rename(path)

@@ -18,6 +18,7 @@ from lora_rl.train.checkpoint import Checkpoint, CheckpointError
 from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
 from lora_rl.train.job import load_data
 from lora_rl.train.resume import Stop, check_fits, checkpoint_folder, identity, open_store, seconds
+from lora_rl.train.sft import MODEL_FOLDER, load_examples, run_sft
 
 if TYPE_CHECKING:
     from lora_rl.config import Layout, RunConfig
@@ -49,8 +50,6 @@ def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo"
 
 
 def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int:
-    from lora_rl.train.sft import load_examples, run_sft
-
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     warnings: list[str] = []
     run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir)), None, False
@@ -69,6 +68,7 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     paths = {
         "metrics": run_dir / FILE_NAME,
         "adapter": run_dir / ADAPTER_FOLDER,
+        "model": run_dir / MODEL_FOLDER,
         "curve": run_dir / "learning_curve.png",
         "config": run_dir / "config.yaml",
         "logs": run_dir / "logs",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of adapters on prompts with answers: the same policy, checkpoints and record as GRPO."""
+"""Supervised fine-tuning on prompts with answers: the same policy, checkpoints and record as GRPO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rl.data.jsonl import jsonl_prompts
 from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
-from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep_adapter, number_of_steps
+from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep, keep_adapter, number_of_steps
 from lora_rl.train.resume import Stop, is_save_step, take
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lora_rl.config.layout import Layout
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.group import PolicyGroup
+
+
+MODEL_FOLDER = "model"
 
 
 @dataclass(frozen=True)
@@ -121,26 +124,53 @@ def run_sft(
                     console.info(f"checkpoint  {path}")
                 if stop.signalled:
                     raise KeyboardInterrupt
-                if stop.time_is_up:
+                if stop.time_is_up or reaches_target(held_out, config):
                     break
         except KeyboardInterrupt:
-            keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
+            keep_result(job.policy, config, run_dir)
             raise
-        keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
+        keep_result(job.policy, config, run_dir)
+
+
+def reaches_target(held_out: dict[str, float], config: RunConfig) -> bool:
+    """Whether a validation reached `sft.target_answer_probability`."""
+    target = config.sft.target_answer_probability
+    return target is not None and held_out.get("val/answer_probability", 0.0) >= target
+
+
+def keep_result(policy: PolicyGroup, config: RunConfig, run_dir: Path) -> None:
+    """Leave in the run folder what was trained: the adapter, or the whole model."""
+    if config.sft.train_all_weights:
+        keep(policy.save_model, run_dir / MODEL_FOLDER)
+    else:
+        keep_adapter(policy, run_dir / ADAPTER_FOLDER)
 
 
 def validate(job: SftJob, config: RunConfig, timer: PhaseTimer) -> dict[str, float]:
-    """`val/nll`: negative log-likelihood per answer token of held-out examples, in nats; and its exponential."""
+    """How likely the answers of held-out examples are.
+
+    Returns:
+        `val/nll`, negative log-likelihood per answer token in nats, and its exponential; `val/answer_probability`, the
+        probability that sampling gives exactly the answer and ends, averaged over examples: the expected accuracy of
+        sampling at temperature 1.
+    """
     examples = job.held_out[: config.grpo.max_val_samples]
     if not examples:
         return {}
-    total, tokens = 0.0, 0
+    total, tokens, answers = 0.0, 0, 0.0
     with timer("validation"):
         for first in range(0, len(examples), config.grpo.val_batch_size):
             batch = example_batch(examples[first : first + config.grpo.val_batch_size], job.tokenizer)
-            total -= float(job.policy.logprobs(batch).sum(dtype=np.float64))
+            per_answer = job.policy.logprobs(batch).sum(axis=1, dtype=np.float64)
+            total -= float(per_answer.sum())
+            answers += float(np.exp(per_answer).sum())
             tokens += batch.global_tokens
-    return {"val/nll": total / tokens, "val/perplexity": float(np.exp(total / tokens)), "val/samples": len(examples)}
+    return {
+        "val/nll": total / tokens,
+        "val/perplexity": float(np.exp(total / tokens)),
+        "val/answer_probability": answers / len(examples),
+        "val/samples": len(examples),
+    }
 
 
 def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:

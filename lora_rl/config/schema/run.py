@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lora_rl.config.schema.base import Precision, Section
+from lora_rl.config.schema.base import Fraction, Precision, Section
 from lora_rl.config.schema.grpo import GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import PolicyConfig
 
@@ -40,6 +40,12 @@ class SFTConfig(Section):
         None, description="Passes over the examples after which the run ends, if earlier; null: no such limit."
     )
     val_period: NonNegativeInt = Field(20, description="Steps between validations; 0: none while training.")
+    train_all_weights: bool = Field(
+        False, description="Train every weight of the model instead of adapters; for small models in float32."
+    )
+    target_answer_probability: Fraction | None = Field(
+        None, description="val/answer_probability at which the run ends early; null: never."
+    )
 
 
 class RewardConfig(Section):

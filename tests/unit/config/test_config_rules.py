@@ -81,6 +81,19 @@ CASES = [
         None,
     ),
     (["grpo.early_stop_patience=2", "grpo.val_period=0"], "grpo.early_stop_patience", "needs validation while", None),
+    (["sft.train_all_weights=true", "policy.precision=bfloat16"], "policy.precision", "needs float32", "float32"),
+    (
+        ["sft.train_all_weights=true", "policy.precision=float32", "checkpointing.enabled=true"],
+        "checkpointing.enabled",
+        "checkpoints hold adapters",
+        "false",
+    ),
+    (
+        ["sft.target_answer_probability=0.5", "sft.val_period=0"],
+        "sft.target_answer_probability",
+        "is measured in validations, and sft.val_period is 0",
+        "null",
+    ),
     (["sft.train_path=/nowhere"], "sft.train_path", "there is no such file; give a file of JSON lines", None),
     (
         ["checkpointing.checkpoint_must_save_by=4h"],

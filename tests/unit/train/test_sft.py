@@ -15,7 +15,7 @@ from lora_rl.data.jsonl import jsonl_prompts
 from lora_rl.train.sft import example_batch, load_examples
 from tests.support.batches import make_batch, one_microbatch
 from tests.support.configs import tiny_config
-from tests.support.hf import load_hf
+from tests.support.hf import hf_logprobs, load_hf
 from tests.support.lab import new_rank
 from tests.support.ranks import run_ranks
 from tests.unit.conftest import BATCH_SEED, LAYOUTS
@@ -65,6 +65,53 @@ def test_the_loss_is_hugging_faces_cross_entropy_and_falls(models: dict[str, Pat
             total += float(model(input_ids=ids, labels=labels).loss) * count
     assert losses[0] == pytest.approx(total / batch.global_tokens, abs=1e-5)
     assert losses[-1] < losses[0] - 0.05
+
+
+def train_all_weights(config: RunConfig, steps: int, out: Path, source: Path) -> list[float]:
+    from lora_rl.policy.export import save_model
+
+    rank = new_rank(config)
+    assert all(p.requires_grad for p in rank.model.module.parameters())
+    norms = []
+    for step in range(steps):
+        batch = make_batch(BATCH_SEED + step)
+        shards, cuts = one_microbatch(batch, rank.dp_size)
+        norms.append(rank.train_step(shards[rank.dp_rank], cuts[rank.dp_rank], supervised=True).grad_norm)
+    save_model(rank.model, out, source)
+    return norms
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "dp2"])
+def test_training_all_weights_is_what_plain_pytorch_does(
+    models: dict[str, Path], tmp_path: Path, layout: str, kind: str
+) -> None:
+    steps, lr, clip = 3, 1e-2, 0.5
+    tp, pp, dp = (1, 1, 2) if layout == "dp2" else (*LAYOUTS[layout], 1)
+    # With its usual epsilon Adam would blow the rounding of small gradients up to whole steps.
+    overrides = ["sft.train_all_weights=true", "policy.megatron_cfg.optimizer.adam_eps=1e-2"]
+    overrides += [f"policy.max_grad_norm={clip}", f"policy.megatron_cfg.optimizer.lr={lr}"]
+    config = as_sft(tiny_config(models[kind], *overrides, tp=tp, pp=pp, dp=dp))
+    saved = tmp_path / "model"
+    norms = run_ranks(train_all_weights, config, steps, saved, models[kind], tp=tp, pp=pp, dp=dp)[0]
+
+    reference = load_hf(models[kind])
+    start = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=lr, eps=1e-2, weight_decay=0.0)
+    for step in range(steps):
+        batch = make_batch(BATCH_SEED + step)
+        optimizer.zero_grad()
+        (-hf_logprobs(reference, batch).sum() / batch.global_tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+        assert norms[step] == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+    trained = dict(load_hf(saved).named_parameters())
+    assert trained.keys() == start.keys()
+    for name, expected in reference.named_parameters():
+        torch.testing.assert_close(trained[name], expected, atol=1e-5, rtol=0, msg=name)
+        assert not torch.equal(expected, start[name]), name
+    assert load_tokenizer(saved).eos_token_id == load_tokenizer(models[kind]).eos_token_id
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -119,3 +166,6 @@ def test_the_section_replaces_what_grpo_has(models: dict[str, Path]) -> None:
     assert config.num_optimizer_steps == config.lr_decay_iters == 7
     assert config.policy.generation.temperature == 1.0
     assert config.loss_fn.reference_policy_kl_penalty == 0.0
+    assert config.policy.megatron_cfg.peft.enabled
+    config = as_sft(tiny_config(models["tied"], "sft.train_all_weights=true"))
+    assert not config.policy.megatron_cfg.peft.enabled
