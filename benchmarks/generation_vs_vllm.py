@@ -30,7 +30,7 @@ def main() -> None:
     from lora_rl.cluster.workers import wait
     from lora_rl.config import derive_layout, load_config
     from lora_rl.rollout.engine import Engine
-    from lora_rl.rollout.pool import engine_settings, start_engines
+    from lora_rl.rollout.pool import EnginePool, engine_settings, start_engines
     from lora_rl.rollout.source import request_seed, training_sampling
     from lora_rl.rollout.types import GenerationRequest
     from lora_rl.train.job import load_data
@@ -39,20 +39,24 @@ def main() -> None:
     layout = derive_layout(config)
     _, prompts, _ = load_data(config)
     sampling = training_sampling(config)
-    requests = [
-        GenerationRequest(prompt.token_ids, request_seed(0, "benchmark", position, sample))
+    jobs = [
+        [
+            GenerationRequest(prompt.token_ids, request_seed(0, "benchmark", position, sample))
+            for sample in range(arguments.samples)
+        ]
         for position, prompt in enumerate(prompts.next_batch(arguments.prompts))
-        for sample in range(arguments.samples)
     ]
+    requests = [request for job in jobs for request in job]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ray.log"
         with ray_session(address=None, num_cpus=layout.num_engines, num_gpus=0, log_file=log):
             workers = start_engines(config, layout, Path(folder), [{"num_cpus": 1}])
             wait([w.call("build") for w in workers], timeout_s=300, doing="starting the engine")
 
+            pool = EnginePool(workers, timeout_s=300)
+
             def actor() -> int:
-                answers = wait([workers[0].call("generate", requests, sampling)], timeout_s=300, doing="generating")
-                return sum(len(completion.token_ids) for completion in answers[0])
+                return sum(len(c.token_ids) for group in pool.generate(jobs, sampling) for c in group)
 
             bare_engine = Engine(engine_settings(config, layout)).llm
             from vllm import SamplingParams, TokensPrompt

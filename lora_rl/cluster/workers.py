@@ -19,6 +19,10 @@ class WorkerError(RuntimeError):
     """A process of the job failed, died or hung. The message names it and shows the end of its log."""
 
 
+class WorkerLost(WorkerError):
+    """The process died, or gave no answer in time: of no use any more, whatever it was asked."""
+
+
 @dataclass(frozen=True)
 class Worker:
     """One actor and how to speak of it.
@@ -89,7 +93,7 @@ def wait(
         if not ready and time.monotonic() >= deadline:
             names = ", ".join(call.worker.name for call in pending.values())
             first = next(iter(pending.values())).worker
-            raise WorkerError(f"{doing}: no answer from {names} within {timeout_s:.0f} s.{_log_end(first)}")
+            raise WorkerLost(f"{doing}: no answer from {names} within {timeout_s:.0f} s.{log_end(first)}")
     return [results[call.ref] for call in calls]
 
 
@@ -116,10 +120,20 @@ def _failure(
     dead = [(w, e) for w, e in failures if isinstance(e, RayActorError)]
     worker, error = (dead or failures)[0]
     if dead:
-        return WorkerError(f"{doing}: {worker.name} died.{_log_end(worker)}")
+        return WorkerLost(f"{doing}: {worker.name} died.{log_end(worker)}")
+    return WorkerError(f"{doing}: {describe_failure(worker, error)}\n(log: {worker.log})")
+
+
+def describe_failure(worker: Worker, error: Exception) -> str:
+    """What an exception from Ray says about a process."""
+    from ray.exceptions import RayActorError
+
+    if isinstance(error, RayActorError):
+        return f"{worker.name} died"
     cause = getattr(error, "cause", None) or error
-    return WorkerError(f"{doing}: {worker.name} failed: {type(cause).__name__}: {cause}\n(log: {worker.log})")
+    return f"{worker.name} failed: {type(cause).__name__}: {cause}"
 
 
-def _log_end(worker: Worker) -> str:
+def log_end(worker: Worker) -> str:
+    """The last lines of a process's log, for a message."""
     return f"\nThe end of {worker.log}:\n{tail(worker.log, _LOG_LINES)}"

@@ -36,13 +36,12 @@ _MEGATRON = "policy.megatron_cfg"
 _GENERATION = "policy.generation"
 
 CAPABILITIES = (
-    Capability("grpo.async_grpo.enabled", (False,), "generating while training"),
     Capability(f"{_MEGATRON}.enabled", (True,), "any trainer but Megatron-Core"),
     Capability(f"{_MEGATRON}.context_parallel_size", (1,), "context parallelism"),
     Capability(f"{_MEGATRON}.expert_model_parallel_size", (1,), "expert parallelism"),
     Capability(f"{_MEGATRON}.sequence_parallel", (False,), "sequence parallelism"),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
-    Capability(f"{_GENERATION}.vllm_cfg.async_engine", (False,), "the asynchronous engine"),
+    Capability(f"{_GENERATION}.vllm_cfg.async_engine", (True,), "an engine that serves whole batches only"),
     Capability("data.task", ("addition",), "any source of prompts but the built-in tasks"),
     Capability("logger.wandb_enabled", (False,), "logging to Weights & Biases"),
     Capability("logger.mlflow_enabled", (False,), "logging to MLflow"),

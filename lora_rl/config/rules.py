@@ -146,6 +146,39 @@ def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]
             yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
 
 
+def async_runs_beside_the_trainer(config: RunConfig) -> Iterator[Violation]:
+    """Generating while training needs devices of its own, and a correction for weights that are behind."""
+    if not config.grpo.async_grpo.enabled:
+        return
+    if config.policy.generation.colocated.enabled:
+        problem = (
+            "grpo.async_grpo.enabled generates while the trainer works, so engines need their own devices; set false"
+        )
+        yield Violation("policy.generation.colocated.enabled", problem, True)
+    if not config.loss_fn.use_importance_sampling_correction:
+        problem = "grpo.async_grpo.enabled trains on rollouts of older weights, which must be corrected for; set true"
+        yield Violation("loss_fn.use_importance_sampling_correction", problem, False)
+
+
+def async_keys_have_an_effect(config: RunConfig) -> Iterator[Violation]:
+    """A key that would be ignored is refused."""
+    prefix, settings = "grpo.async_grpo", config.grpo.async_grpo
+    mode = config.policy.generation.weight_sync.mode
+    if settings.in_flight_weight_updates and not settings.enabled:
+        problem = f"has no effect while {prefix}.enabled is false; set that to true or this to false"
+        yield Violation(f"{prefix}.in_flight_weight_updates", problem, True)
+    if settings.recompute_kv_cache_after_weight_updates:
+        key = f"{prefix}.recompute_kv_cache_after_weight_updates"
+        if not settings.in_flight_weight_updates:
+            problem = (
+                f"has no effect while {prefix}.in_flight_weight_updates is false; set that to true or this to false"
+            )
+            yield Violation(key, problem, True)
+        elif mode == "adapter":
+            problem = "in weight-sync mode adapter a request keeps its adapter to its end; set it to false"
+            yield Violation(key, problem, True)
+
+
 def sync_mode_fits(config: RunConfig) -> Iterator[Violation]:
     """What a weight-sync mode cannot do, and keys that would be ignored in it."""
     prefix, sync = "policy.generation.weight_sync", config.policy.generation.weight_sync
@@ -287,6 +320,8 @@ RULES: tuple[Rule, ...] = (
     microbatch_size_is_known,
     engine_iteration_holds_sequences,
     colocated_engines_have_no_own_gpus,
+    async_runs_beside_the_trainer,
+    async_keys_have_an_effect,
     sync_mode_fits,
     learning_rate_schedule,
     start_adapter_is_there,

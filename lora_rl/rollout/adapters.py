@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +129,14 @@ class NativeAdapters:
             raise SyncError(f"vLLM holds adapter versions {sorted(held)} after the push of version {manifest.version}")
         return SyncReport(manifest.version, manifest.digest, len(tensors), manifest.nbytes)
 
-    @contextmanager
-    def in_use(self) -> Iterator[Any]:
-        """The `LoRARequest` for requests made within the block; its version stays loaded until the block ends."""
-        version = self._versions.acquire()
-        try:
-            yield self._requests[version]
-        finally:
-            for old in self._versions.release(version):
-                self._unload(old)
+    def acquire(self) -> Any:
+        """The `LoRARequest` for a request that starts now; pair with `release` of its `lora_int_id`."""
+        return self._requests[self._versions.acquire()]
+
+    def release(self, version: int) -> None:
+        """A request of `version` ended."""
+        for old in self._versions.release(version):
+            self._unload(old)
 
     def _unload(self, version: int) -> None:
         self._requests.pop(version, None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class EngineSettings:
         adapter_rank: rank of adapters to serve natively; 0 when weights are merged.
         adapter_modules: last names of the linears that adapters may be on.
         max_adapters: adapter versions that may be loaded at once.
+        in_flight_updates: weights may be replaced while requests run; each token's weight version is then recorded.
+        recompute_kv_cache: then also compute the keys and values of running requests anew, with the new weights.
         sleeps: give device memory back while the trainer works (GPU only).
         seed: engine seed; requests carry their own.
     """
@@ -58,6 +60,8 @@ class EngineSettings:
     adapter_rank: int = 0
     adapter_modules: tuple[str, ...] = ()
     max_adapters: int = 2
+    in_flight_updates: bool = False
+    recompute_kv_cache: bool = False
 
 
 _STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
@@ -103,6 +107,9 @@ class Engine:
             options |= {"max_loras": settings.max_adapters, "max_cpu_loras": settings.max_adapters}
         if settings.sleeps:
             options["enable_sleep_mode"] = True
+        if settings.in_flight_updates:
+            # A push comes between two steps; no token may then be on its way from the old weights.
+            options["async_scheduling"] = False
         # Left to itself, vLLM would use Ray inside a placement group, one bundle per GPU.
         options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         self.llm = LLM(
@@ -127,6 +134,9 @@ class Engine:
         self._settings = settings
         self._asleep: set[str] = set()
         self._adapters = NativeAdapters(self.llm, settings.max_adapters) if settings.adapter_rank else None
+        self._running: dict[str, _Running] = {}
+        self._ended: list[tuple[str, Completion]] = []
+        self._numbers = count()
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -134,55 +144,132 @@ class Engine:
         """One completion per request, in order.
 
         Raises:
-            RuntimeError: the engine returned no logprob for a sampled token.
+            ValueError: vLLM refuses a request, such as one whose prompt is too long; none is left running.
+            RuntimeError: the engine returned no logprob for a sampled token, or requests of `add` are running.
         """
-        from vllm import SamplingParams, TokensPrompt
+        if self.busy:
+            raise RuntimeError("generate works alone; other requests are running")
+        names = [str(n) for n in range(len(requests))]
+        try:
+            for name, request in zip(names, requests, strict=True):
+                self.add(name, request, sampling)
+        except BaseException:
+            self.abort(names)
+            raise
+        done: dict[str, Completion] = {}
+        while self.busy:
+            done.update(self.step())
+        return [done[name] for name in names]
 
-        prompts = [TokensPrompt(prompt_token_ids=list(r.prompt_ids)) for r in requests]
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids) or None,
-                stop=list(sampling.stop_strings) or None,
-                ignore_eos=sampling.ignore_eos,
-                seed=r.seed,
-                logprobs=0,
-                detokenize=bool(sampling.stop_strings),
-                skip_special_tokens=False,
-            )
-            for r in requests
-        ]
-        with self._adapter() as adapter:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
-        return [self._completion(output.outputs[0]) for output in outputs]
+    @property
+    def busy(self) -> bool:
+        """Whether requests are running."""
+        return bool(self._running)
 
-    def _completion(self, output: Any) -> Completion:
-        token_ids = tuple(output.token_ids)
-        if output.logprobs is None or len(output.logprobs) != len(token_ids):
-            raise RuntimeError(f"vLLM returned {len(output.logprobs or [])} logprobs for {len(token_ids)} tokens")
-        logprobs = tuple(position[token].logprob for token, position in zip(token_ids, output.logprobs, strict=True))
-        return Completion(token_ids, logprobs, _STOP_REASONS[output.finish_reason], self.weight_version)
+    def add(self, name: str, request: GenerationRequest, sampling: SamplingSettings) -> None:
+        """Start a request; `step` drives it.
+
+        Args:
+            name: of the request, unique among those that run.
+
+        Raises:
+            ValueError: vLLM refuses it.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        tracked = self._settings.in_flight_updates and self._adapters is None
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids) or None,
+            stop=list(sampling.stop_strings) or None,
+            ignore_eos=sampling.ignore_eos,
+            seed=request.seed,
+            logprobs=0,
+            detokenize=bool(sampling.stop_strings),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.DELTA if tracked else RequestOutputKind.FINAL_ONLY,
+        )
+        self._start(name, request.prompt_ids, params)
+
+    def _start(self, name: str, tokens: Sequence[int], params: Any, *, is_probe: bool = False) -> _Running:
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        if is_probe:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        # Keys and values cached under one weight version are never found by requests of another.
+        prompt = tokens_input(list(tokens), cache_salt=f"version {self.weight_version}")
+        adapter = None if self._adapters is None else self._adapters.acquire()
+        # vLLM may still know an aborted request of the same name.
+        vllm_name = f"{next(self._numbers)} {name}"
+        running = _Running(self.weight_version, None if adapter is None else adapter.lora_int_id, vllm_name, is_probe)
+        try:
+            self.llm.llm_engine.add_request(vllm_name, prompt, params, lora_request=adapter)
+        except BaseException:
+            self._release(running)
+            raise
+        self._running[name] = running
+        return running
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One token for each request that fits; names and completions of those that ended since the last call."""
+        self._advance()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _advance(self) -> None:
+        for output in self.llm.llm_engine.step():
+            name = output.request_id.split(" ", 1)[1]
+            running = self._running.get(name)
+            if running is None or running.vllm_name != output.request_id:
+                continue
+            if running.is_probe:
+                running.prompt_logprobs = output.prompt_logprobs
+            else:
+                running.take(output.outputs[0], self.weight_version)
+            if output.finished:
+                del self._running[name]
+                self._release(running)
+                if not running.is_probe:
+                    self._ended.append((name, running.completion(_STOP_REASONS[output.outputs[0].finish_reason])))
+
+    def abort(self, names: Iterable[str]) -> None:
+        """End requests without an answer; unknown names are ignored."""
+        found = [self._running.pop(name) for name in names if name in self._running]
+        self.llm.llm_engine.abort_request([running.vllm_name for running in found])
+        for running in found:
+            self._release(running)
+
+    def _release(self, running: _Running) -> None:
+        if self._adapters is not None and running.adapter is not None:
+            self._adapters.release(running.adapter)
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """Logprob of each token of each sequence given those before it, at temperature 1; the first token is left out.
 
-        Used to compare trainer and engine on given tokens.
+        Used to compare trainer and engine on given tokens. Requests that run go on meanwhile.
         """
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
-        # The prefix cache would skip computing the logprobs of cached prompt tokens.
-        self._reset_prefix_cache()
-        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
-        prompts = [TokensPrompt(prompt_token_ids=list(s)) for s in sequences]
-        with self._adapter() as adapter:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
-        self._reset_prefix_cache()
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            seed=0,
+            # It would leave out the logprobs of cached prompt tokens.
+            skip_reading_prefix_cache=True,
+        )
+        probes = [self._start(f"probe {n}", s, params, is_probe=True) for n, s in enumerate(sequences)]
+        while any(probe.prompt_logprobs is None for probe in probes):
+            self._advance()
         return [
-            [position[token].logprob for token, position in zip(s[1:], o.prompt_logprobs[1:], strict=True)]
-            for s, o in zip(sequences, outputs, strict=True)
+            [position[token].logprob for token, position in zip(s[1:], probe.prompt_logprobs[1:], strict=True)]
+            for s, probe in zip(sequences, probes, strict=True)
         ]
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -225,6 +312,7 @@ class Engine:
         Raises:
             SyncError: a worker did not load exactly what the manifest says.
         """
+        self._refuse_while_running()
         push = Manifest.from_dict(manifest)
         if self._adapters is not None:
             reports = [self._adapters.load(push, self._settings.model)]
@@ -238,6 +326,7 @@ class Engine:
 
     def transfer(self, method: str, *args: Any) -> None:
         """One call of vLLM's weight-transfer interface, made by the trainer's rank 0 as it streams weights."""
+        self._refuse_while_running()
         getattr(self.llm, method)(*args)
 
     def confirm_push(self, manifest: dict[str, Any]) -> list[SyncReport]:
@@ -251,14 +340,55 @@ class Engine:
         check_reports(push, reports)
         if (held := self.llm.get_weight_version()) != str(push.version):
             raise SyncError(f"vLLM reports weight version {held!r} after the push of version {push.version}")
-        self._reset_prefix_cache()
+        self._forget_old_keys_and_values()
         self.weight_version = push.version
         return reports
 
-    def _adapter(self) -> AbstractContextManager[Any]:
-        """The adapter of the current version for the requests of a block; None when weights are merged."""
-        return nullcontext() if self._adapters is None else self._adapters.in_use()
-
-    def _reset_prefix_cache(self) -> None:
-        if not self.llm.reset_prefix_cache():
+    def _forget_old_keys_and_values(self) -> None:
+        """Requests that run keep theirs, unless they are to be recomputed; nobody else finds them, see `add`."""
+        recompute = self._settings.recompute_kv_cache and self._adapters is None
+        freed = self.llm.llm_engine.reset_prefix_cache(reset_running_requests=recompute)
+        if not freed and (recompute or not self.busy):
             raise SyncError("vLLM refused to reset its prefix cache; requests were still running")
+
+    def _refuse_while_running(self) -> None:
+        if self.busy and self._adapters is None and not self._settings.in_flight_updates:
+            raise SyncError(
+                f"{len(self._running)} requests are running, and their weights may not change: set "
+                "grpo.async_grpo.in_flight_weight_updates, or wait for them"
+            )
+
+
+@dataclass
+class _Running:
+    """A request under way: what was sampled so far, and by which weights."""
+
+    version: int
+    adapter: int | None
+    vllm_name: str
+    is_probe: bool = False
+    prompt_logprobs: Any = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+
+    def take(self, output: Any, engine_version: int) -> None:
+        """Add the tokens of one step (or of all)."""
+        tokens = list(output.token_ids)
+        if output.logprobs is None or len(output.logprobs) != len(tokens):
+            raise RuntimeError(f"vLLM returned {len(output.logprobs or [])} logprobs for {len(tokens)} tokens")
+        self.token_ids += tokens
+        self.logprobs += [position[token].logprob for token, position in zip(tokens, output.logprobs, strict=True)]
+        # An adapter is the request's own, whatever is pushed meanwhile.
+        version = engine_version if self.adapter is None else self.version
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += len(tokens)
+        elif tokens or not self.spans:
+            self.spans.append([version, len(tokens)])
+
+    def completion(self, stop_reason: StopReason) -> Completion:
+        """The answer."""
+        spans = tuple((version, tokens) for version, tokens in self.spans if tokens) or ((self.version, 0),)
+        oldest = min(version for version, _ in spans)
+        mixed = len(spans) > 1
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), stop_reason, oldest, spans if mixed else ())

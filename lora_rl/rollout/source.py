@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_rl.rewards import score_batch
-from lora_rl.rollout.types import GenerationRequest, PromptGroup, Rollout, SamplingSettings, StopReason
+from lora_rl.rollout.queue import PromptQueue
+from lora_rl.rollout.seats import JobRefused
+from lora_rl.rollout.types import Completion, GenerationRequest, PromptGroup, Rollout, SamplingSettings, StopReason
+from lora_rl.sync.errors import SyncError
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
-    from lora_rl.data import Prompt, PromptSource, Tokenizer
+    from lora_rl.data import Prompt, Tokenizer
     from lora_rl.rollout.pool import EnginePool
+
+# Rewards closer than this, relative to the largest of them, are the same number up to rounding.
+_EQUAL_REWARDS = 1e-6
 
 
 class RolloutSource(Protocol):
     """Delivers whole groups of scored rollouts, one list per step."""
 
     def next_step(self, step: int) -> list[Rollout]:
-        """The rollouts to train on in this step."""
+        """The rollouts to train on in this step, group by group in the order of their ids."""
+        ...
+
+    def before_push(self, version: int) -> None:
+        """The engines are about to be given this weight version; afterwards, `after_push`."""
+        ...
+
+    def after_push(self) -> None:
+        """The engines hold the new weights."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say about the groups of the last step, as metrics of `rollout/`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What continues the order of prompts when the run does, see `PromptQueue`."""
+        ...
+
+    def close(self) -> None:
+        """No more steps will be asked for."""
         ...
 
 
@@ -31,41 +57,126 @@ class Generator:
     Attributes:
         engines: who samples.
         tokenizer: turns completions into the text the verifier reads.
-        seed: the run's seed; with the purpose, the step and the place in the batch it seeds every request.
+        seed: the run's seed; with the purpose, the group and the sample it seeds every request.
     """
 
     engines: EnginePool
     tokenizer: Tokenizer
     seed: int
 
-    def rollouts(
+    def requests(self, group: PromptGroup, per_prompt: int, *, purpose: str) -> list[GenerationRequest]:
+        """The requests of one group. Equal arguments give equal requests.
+
+        Args:
+            purpose: distinguishes streams of random numbers, such as `train` and `validation`.
+        """
+        if group.attempt:
+            purpose = f"{purpose} again {group.attempt}"
+        return [
+            GenerationRequest(group.prompt.token_ids, request_seed(self.seed, purpose, group.group_id, sample))
+            for sample in range(per_prompt)
+        ]
+
+    def score(self, answered: Sequence[tuple[PromptGroup, Sequence[Completion]]]) -> list[list[Rollout]]:
+        """The rollouts of each group, with rewards."""
+        flat = [(group, sample, c) for group, completions in answered for sample, c in enumerate(completions)]
+        texts = [self.tokenizer.decode(c.token_ids) for _, _, c in flat]
+        rewards = score_batch(
+            texts,
+            [group.prompt.answer for group, _, _ in flat],
+            [c.stop_reason is not StopReason.STOP for _, _, c in flat],
+            end_token=self.tokenizer.eos_token,
+        )
+        rollouts = iter(
+            Rollout(group.group_id, sample, group.prompt, completion, text, reward.value, reward.reason.value)
+            for (group, sample, completion), text, reward in zip(flat, texts, rewards, strict=True)
+        )
+        return [[next(rollouts) for _ in completions] for _, completions in answered]
+
+    def answer(
         self, groups: Sequence[PromptGroup], per_prompt: int, sampling: SamplingSettings, *, purpose: str
-    ) -> list[Rollout]:
-        """`per_prompt` scored rollouts of each group's prompt, group by group.
+    ) -> tuple[list[list[Rollout]], list[tuple[PromptGroup, JobRefused]]]:
+        """Scored rollouts of the groups, sampled with the current weights, and the groups that no engine can do.
 
         Equal arguments and weights give equal rollouts, whatever the number of engines.
 
-        Args:
-            purpose: distinguishes streams of random numbers, such as `step 12` and `validation`.
+        Raises:
+            SyncError: a completion was sampled by other weights than those of the last push.
+            WorkerError: see `EnginePool.generate`.
         """
-        requests = [
-            GenerationRequest(group.prompt.token_ids, request_seed(self.seed, purpose, position, sample))
-            for position, group in enumerate(groups)
-            for sample in range(per_prompt)
-        ]
-        completions = self.engines.generate(requests, sampling)
-        owners = [(group, sample) for group in groups for sample in range(per_prompt)]
-        texts = [self.tokenizer.decode(c.token_ids) for c in completions]
-        rewards = score_batch(
-            texts,
-            [group.prompt.answer for group, _ in owners],
-            [c.stop_reason is not StopReason.STOP for c in completions],
-            end_token=self.tokenizer.eos_token,
-        )
-        return [
-            Rollout(group.group_id, sample, group.prompt, completion, text, reward.value, reward.reason.value)
-            for (group, sample), completion, text, reward in zip(owners, completions, texts, rewards, strict=True)
-        ]
+        jobs = [self.requests(group, per_prompt, purpose=purpose) for group in groups]
+        answered, refused = [], []
+        for group, result in zip(groups, self.engines.generate(jobs, sampling), strict=True):
+            if isinstance(result, JobRefused):
+                refused.append((group, result))
+            else:
+                answered.append((group, result))
+        version = self.engines.weight_version
+        for group, completions in answered:
+            check_versions(group, completions, oldest=version, newest=version)
+        return self.score(answered), refused
+
+
+def check_versions(group: PromptGroup, completions: Sequence[Completion], *, oldest: int, newest: int) -> None:
+    """Refuse completions that were sampled by weights they cannot have been sampled by.
+
+    Raises:
+        SyncError: naming the group and the versions.
+    """
+    for completion in completions:
+        if not oldest <= completion.weight_version <= completion.newest_version <= newest:
+            found = ", ".join(f"{tokens} tokens by {version}" for version, tokens in completion.spans)
+            allowed = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
+            raise SyncError(
+                f"group {group.group_id} has a completion of another weight version than {allowed}, which was pushed: "
+                f"{found}"
+            )
+
+
+def is_informative(rollouts: Sequence[Rollout]) -> bool:
+    """Whether the rewards of a group differ, so that it teaches something."""
+    rewards = [r.reward for r in rollouts]
+    return max(rewards) - min(rewards) > _EQUAL_REWARDS * max(abs(r) for r in rewards)
+
+
+class DynamicSampling:
+    """The bound on how much is generated for one step in search of groups that teach something (DAPO,
+    arXiv:2503.14476).
+
+    Groups whose rewards are all equal are dropped and others generated instead.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        grpo = config.grpo
+        self.enabled = grpo.use_dynamic_sampling
+        self._rounds = grpo.dynamic_sampling_max_gen_batches
+        self._limit = grpo.dynamic_sampling_max_gen_batches * grpo.num_prompts_per_step
+        self._wanted = grpo.num_prompts_per_step
+        self.kept = self.generated = 0
+
+    def keep(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether to train on a group.
+
+        Raises:
+            ValueError: as many groups as allowed were generated for this step, and too few of them vary.
+        """
+        self.generated += 1
+        if not self.enabled or is_informative(rollouts):
+            self.kept += 1
+            return True
+        if self.generated >= self._limit and self.kept < self._wanted:
+            raise ValueError(
+                f"grpo.dynamic_sampling_max_gen_batches: {self._rounds} batches were generated and only {self.kept} of "
+                f"{self.generated} groups have different rewards, {self._wanted} are needed: the prompts are all too "
+                "easy or too hard for this model. Use other prompts, more completions per prompt, or raise the bound"
+            )
+        return False
+
+    def start_step(self) -> dict[str, float]:
+        """Count anew; what was counted for the last step."""
+        counted = {"rollout/generated_groups": self.generated, "rollout/kept_share": self.kept / max(self.generated, 1)}
+        self.kept = self.generated = 0
+        return counted if self.enabled else {}
 
 
 @dataclass
@@ -73,18 +184,67 @@ class SyncRolloutSource:
     """Generates each step's rollouts with the current weights, when the loop asks for them."""
 
     generator: Generator
-    prompts: PromptSource
+    queue: PromptQueue
     config: RunConfig
+    warn: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._filter = DynamicSampling(self.config)
+        self._refusals = Refusals(self.queue, self.config, self.warn)
+        self._metrics: dict[str, float] = {}
 
     def next_step(self, step: int) -> list[Rollout]:
-        """Draw the next prompts and sample a group of completions for each."""
-        grpo = self.config.grpo
-        prompts = self.prompts.next_batch(grpo.num_prompts_per_step)
-        first = step * grpo.num_prompts_per_step
-        groups = [PromptGroup(first + i, prompt) for i, prompt in enumerate(prompts)]
-        return self.generator.rollouts(
-            groups, grpo.num_generations_per_prompt, training_sampling(self.config), purpose=f"step {step}"
-        )
+        """Draw prompts and sample a group of completions for each, until there are enough groups to train on."""
+        grpo, kept = self.config.grpo, []
+        while (missing := grpo.num_prompts_per_step - len(kept)) > 0:
+            groups = self.queue.draw(missing)
+            sampling = training_sampling(self.config)
+            scored, refused = self.generator.answer(groups, grpo.num_generations_per_prompt, sampling, purpose="train")
+            kept += [rollouts for rollouts in scored if self._filter.keep(rollouts)]
+            for group, problem in refused:
+                self._refusals.note(group, problem)
+        self._metrics = {"rollout/refused_groups": self._refusals.count, **self._filter.start_step()}
+        kept.sort(key=lambda rollouts: rollouts[0].group_id)
+        return [rollout for rollouts in kept for rollout in rollouts]
+
+    def before_push(self, version: int) -> None:
+        """Nothing runs."""
+
+    def after_push(self) -> None:
+        """Nothing runs."""
+
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutSource.metrics`."""
+        return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RolloutSource.state_dict`."""
+        return self.queue.state_dict()
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Refusals:
+    """Prompts that no engine can do: left out, told, counted; when they become the rule, the run ends."""
+
+    def __init__(self, queue: PromptQueue, config: RunConfig, warn: Callable[[str], None]) -> None:
+        self._queue, self._least, self._warn = queue, config.grpo.num_prompts_per_step, warn
+        self.count = 0
+
+    def note(self, group: PromptGroup, problem: Exception) -> None:
+        """Leave a prompt out.
+
+        Raises:
+            ValueError: most of the prompts drawn so far were left out, and at least as many as a step has.
+        """
+        self.count += 1
+        self._warn(f"prompt {group.prompt.id} is left out: {problem}")
+        if self.count >= self._least and 2 * self.count > self._queue.drawn:
+            raise ValueError(
+                f"{self.count} of {self._queue.drawn} prompts could not be generated from; the last, "
+                f"{group.prompt.id}: {problem}"
+            )
 
 
 def training_sampling(config: RunConfig) -> SamplingSettings:
@@ -111,9 +271,9 @@ def _sampling(config: RunConfig, temperature: float, top_p: float, top_k: int) -
     )
 
 
-def request_seed(seed: int, purpose: str, position: int, sample: int) -> int:
+def request_seed(seed: int, purpose: str, group: int, sample: int) -> int:
     """A 63-bit seed for one request; different arguments give unrelated seeds."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{position}/{sample}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{group}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

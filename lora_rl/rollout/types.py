@@ -32,10 +32,17 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """One prompt of a step and the identity that ties its rollouts together."""
+    """One prompt and the identity that ties its rollouts together.
+
+    Attributes:
+        group_id: counts the prompts drawn in a run.
+        prompt: the prompt.
+        attempt: how often its rollouts were given up before; each attempt samples anew.
+    """
 
     group_id: int
     prompt: Prompt
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,25 @@ class Completion:
         token_ids: sampled tokens, the end token included when there is one.
         logprobs: behaviour logprob of each sampled token (natural log, after temperature), same length.
         stop_reason: why it ended.
-        weight_version: version of the weights that sampled it.
+        weight_version: version of the weights that sampled it; the oldest one when weights changed on the way.
+        version_spans: then (weight version, tokens) of each stretch, in order; empty: one version for all tokens.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: StopReason
     weight_version: int
+    version_spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(weight version, tokens) of each stretch of tokens, in order."""
+        return self.version_spans or ((self.weight_version, len(self.token_ids)),)
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest weights that took part."""
+        return max(version for version, _ in self.spans)
 
 
 @dataclass(frozen=True)

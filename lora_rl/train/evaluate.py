@@ -78,8 +78,12 @@ def evaluate(
         rollouts: list[Rollout] = []
         for first in range(0, len(prompts), grpo.val_batch_size):
             part = validation_groups(prompts)[first : first + grpo.val_batch_size]
-            purpose = f"validation {first}"
-            rollouts += generator.rollouts(part, grpo.val_num_generations, validation_sampling(config), purpose=purpose)
+            sampling = validation_sampling(config)
+            scored, refused = generator.answer(part, grpo.val_num_generations, sampling, purpose="validation")
+            if refused:
+                group, problem = refused[0]
+                raise ValueError(f"{len(refused)} prompts cannot be evaluated, such as {group.prompt.id}: {problem}")
+            rollouts += [r for group in scored for r in group]
     summary = summarise(rollouts, grpo.val_num_generations, ks)
     with (out / SAMPLES).open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(describe(r), ensure_ascii=False) + "\n" for r in rollouts)
@@ -165,6 +169,7 @@ def _engines(
             workers = start_engines(config, layout, logs, placement.engines)
             wait([w.call("build") for w in workers], timeout_s=timeout, doing="start-up: vLLM")
         pool = EnginePool(workers, timeout_s=config.cluster.step_timeout_s)
+        stack.callback(pool.close)
         if adapter is not None:
             with console.startup("adapter"):
                 _give(pool, adapter, config)
@@ -195,4 +200,5 @@ def _give(pool: EnginePool, adapter: PeftAdapter, config: RunConfig) -> None:
         sender.close_name()
     push = sender.send(1, must_differ=False)
     assert push is not None
-    pool.load(push.manifest, ray.put(sender.payload()) if pool.needs_payload else None)
+    with pool.pushing():
+        pool.load(push.manifest, ray.put(sender.payload()) if pool.needs_payload else None)

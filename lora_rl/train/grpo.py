@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
     from lora_rl.policy.group import PolicyGroup
+    from lora_rl.rollout.source import RolloutSource
     from lora_rl.rollout.types import Rollout, TrainBatch
 
 ADAPTER_FOLDER = "adapter"
@@ -57,7 +58,7 @@ def run_grpo(
             # The start-up of this process belongs to no step.
             timer.end_step()
 
-        def save(step: int, record: dict[str, float]) -> None:
+        def save(step: int, record: dict[str, float], cursor: dict[str, Any]) -> None:
             if store is not None:
                 metric = config.checkpointing.metric_name
                 if metric is not None and metric not in record:
@@ -66,7 +67,7 @@ def run_grpo(
                         f"checkpointing.metric_name {metric} was not recorded when saving; there was {measured}"
                     )
                 pushed = {"version": job.weights.version, "payload": job.weights.payload}
-                path = store.save(take(job, config, layout, step, record, recorder.path, **pushed))
+                path = store.save(take(job, config, layout, step, record, recorder.path, cursor=cursor, **pushed))
                 console.info(f"checkpoint  {path}")
 
         try:
@@ -103,24 +104,22 @@ def train(
     timer: PhaseTimer,
     *,
     stop: Stop,
-    save: Callable[[int, dict[str, float]], None],
+    save: Callable[[int, dict[str, float], dict[str, Any]], None],
     done: int | None = None,
 ) -> None:
     """The training loop over a started job.
 
     Args:
-        save: writes a checkpoint after a step, given its record.
+        save: writes a checkpoint after a step, given its record and the state of the prompts' order.
         done: steps of an earlier start that this one continues; None: a new run.
 
     Raises:
         KeyboardInterrupt: a signal asked to stop; the step was finished and saved.
     """
-    from lora_rl.rollout.source import SyncRolloutSource
     from lora_rl.rollout.types import build_train_batch
     from lora_rl.train.weights import check_drift, parity_tolerance
 
-    source = SyncRolloutSource(job.generator, job.prompts, config)
-    console.state.total_steps = last_step = number_of_steps(config, len(job.prompts))
+    console.state.total_steps = last_step = number_of_steps(config, len(job.prompts.prompts))
     if done is None:
         before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
         console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
@@ -128,57 +127,111 @@ def train(
     if done and is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience):
         console.info(f"no better accuracy in {config.grpo.early_stop_patience} validations: this run had stopped early")
         return
-    for step in range((done or 0) + 1, last_step + 1):
-        with timer("generation"):
-            job.turns.to_engines()
-            rollouts = source.next_step(step)
-            job.turns.note("generation")
-        with timer("training"):
-            job.turns.to_trainer()
-            advantages = group_advantages_of(rollouts, config)
-            kept, values = drop_constant_groups(rollouts, advantages, config)
-            trained: dict[str, float] = {}
-            if kept:
-                batch = build_train_batch(kept, values)
-                trained = job.policy.train(batch, minibatches(batch, config))
-            check_drift(trained, parity_tolerance(config))
-            job.turns.note("training")
-        with timer("sync"):
-            probing = is_probe_step(step, config)
-            job.turns.to_both(generating=probing)
-            synced = job.weights.push(after_update=job.policy.moved) if kept else {}
-            if probing:
-                synced["sync/parity"] = job.weights.check_parity(job.probes, parity_tolerance(config))
-            job.turns.note("sync")
-        validated, held_out_samples = {}, []
-        if is_validation_step(step, last_step, config):
-            validated, held_out_samples = validate(job, config, timer)
-        if not kept:
-            console.warn("every group's rewards were equal: nothing to learn from, the optimizer step was skipped")
-        record = recorder.log(
-            step,
-            rollout_metrics(rollouts, advantages),
-            {f"train/{name}": value for name, value in trained.items()},
-            synced,
-            validated,
-            job.turns.ledger(),
-            timer.end_step(tokens=tokens_per_phase(rollouts, kept)),
-        )
-        console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
-        stale = is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience)
-        if is_save_step(step, last_step, config) or stop.requested or (validated and stale):
-            save(step, record)
-        if stop.signalled:
-            raise KeyboardInterrupt
-        if stop.time_is_up:
-            console.info("checkpointing.checkpoint_must_save_by is reached; the same command continues this run")
-            return
-        if validated and stale:
-            console.info(f"no better accuracy in {config.grpo.early_stop_patience} validations: stopping early")
-            return
+    source = rollout_source(job, config, console.warn, steps=last_step - (done or 0))
+    with closing(source), saving_if_it_fails(save) as last:
+        for step in range((done or 0) + 1, last_step + 1):
+            with timer("generation"):
+                job.turns.to_engines()
+                rollouts = source.next_step(step)
+                job.turns.note("generation")
+            last.clear()
+            with timer("training"):
+                job.turns.to_trainer()
+                advantages = group_advantages_of(rollouts, config)
+                kept, values = drop_constant_groups(rollouts, advantages, config)
+                trained: dict[str, float] = {}
+                if kept:
+                    batch = build_train_batch(kept, values)
+                    trained = job.policy.train(batch, minibatches(batch, config))
+                if is_on_policy(rollouts, job.weights.version):
+                    check_drift(trained, parity_tolerance(config))
+                job.turns.note("training")
+            with timer("sync"):
+                probing = is_probe_step(step, config)
+                job.turns.to_both(generating=probing)
+                synced = push(job, source) if kept else {}
+                if probing:
+                    synced["sync/parity"] = job.weights.check_parity(job.probes, parity_tolerance(config))
+                job.turns.note("sync")
+            validated, held_out_samples = {}, []
+            if is_validation_step(step, last_step, config):
+                validated, held_out_samples = validate(job, config, timer)
+            if not kept:
+                console.warn("every group's rewards were equal: nothing to learn from, the optimizer step was skipped")
+            record = recorder.log(
+                step,
+                rollout_metrics(rollouts, advantages),
+                source.metrics(),
+                {f"train/{name}": value for name, value in trained.items()},
+                synced,
+                validated,
+                job.turns.ledger(),
+                timer.end_step(tokens=tokens_per_phase(rollouts, kept, config)),
+            )
+            console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
+            stale = is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience)
+            last.update(step=step, record=record, cursor=source.state_dict(), saved=False)
+            if is_save_step(step, last_step, config) or stop.requested or (validated and stale):
+                save(step, record, last["cursor"])
+                last["saved"] = True
+            if stop.signalled:
+                raise KeyboardInterrupt
+            if stop.time_is_up:
+                console.info("checkpointing.checkpoint_must_save_by is reached; the same command continues this run")
+                return
+            if validated and stale:
+                console.info(f"no better accuracy in {config.grpo.early_stop_patience} validations: stopping early")
+                return
+
+
+@contextmanager
+def saving_if_it_fails(
+    save: Callable[[int, dict[str, float], dict[str, Any]], None],
+) -> Iterator[dict[str, Any]]:
+    """When the run fails between two steps, as when all engines are lost, save the last one before the error goes on.
+
+    Yields:
+        Where the loop keeps `step`, `record`, `cursor` and whether it is `saved`; empty within a step, whose half
+        cannot be saved.
+    """
+    last: dict[str, Any] = {}
+    try:
+        yield last
+    except Exception as error:
+        if last and not last["saved"]:
+            try:
+                save(last["step"], last["record"], last["cursor"])
+            except Exception as another:
+                # The run's own error is the one to tell.
+                error.add_note(f"a checkpoint of step {last['step']} could not be written either: {another}")
+        raise
 
 
 # -- the verbs of a step -------------------------------------------------------------------------------------------
+
+
+def rollout_source(job: Job, config: RunConfig, warn: Callable[[str], None], *, steps: int) -> RolloutSource:
+    """Where the batches come from: generated on demand, or while training."""
+    from lora_rl.rollout.async_source import AsyncRolloutSource
+    from lora_rl.rollout.source import SyncRolloutSource
+
+    if config.grpo.async_grpo.enabled:
+        return AsyncRolloutSource(job.generator, job.prompts, config, warn, steps=steps)
+    return SyncRolloutSource(job.generator, job.prompts, config, warn)
+
+
+def push(job: Job, source: RolloutSource) -> dict[str, float]:
+    """Give the engines the new weights, at a moment that suits what they are doing."""
+    source.before_push(job.weights.version + 1)
+    try:
+        return job.weights.push(after_update=job.policy.moved)
+    finally:
+        source.after_push()
+
+
+def is_on_policy(rollouts: Sequence[Rollout], version: int) -> bool:
+    """Whether all tokens were sampled by the weights that are trained on."""
+    return all(r.completion.weight_version == version for r in rollouts)
 
 
 def group_advantages_of(rollouts: Sequence[Rollout], config: RunConfig) -> GroupAdvantages:
@@ -256,15 +309,20 @@ def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, 
     groups = validation_groups(job.held_out[: grpo.max_val_samples])
     sampling = validation_sampling(config)
     rollouts: list[Rollout] = []
+    left_out = 0
     with timer("validation"):
         job.turns.to_engines()
         for first in range(0, len(groups), grpo.val_batch_size):
             part = groups[first : first + grpo.val_batch_size]
-            purpose = f"validation {first}"
-            rollouts += job.generator.rollouts(part, grpo.val_num_generations, sampling, purpose=purpose)
+            scored, refused = job.generator.answer(part, grpo.val_num_generations, sampling, purpose="validation")
+            rollouts += [r for group in scored for r in group]
+            left_out += len(refused)
+    if not rollouts:
+        raise ValueError(f"none of the {left_out} validation prompts can be generated from: {refused[0][1]}")
     metrics = {
         "val/accuracy": sum(r.reward for r in rollouts) / len(rollouts),
         "val/samples": len(rollouts),
+        "val/left_out_prompts": left_out,
         "val/response_length": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),
     }
     return metrics, [to_sample(r) for r in rollouts[:: max(1, len(rollouts) // 8)]]
@@ -291,12 +349,15 @@ def rollout_metrics(rollouts: Sequence[Rollout], advantages: GroupAdvantages) ->
     }
 
 
-def tokens_per_phase(rollouts: Sequence[Rollout], kept: Sequence[Rollout]) -> dict[str, int]:
-    """Tokens generated, and tokens (prompts included) the trainer ran over."""
-    return {
-        "generation": sum(len(r.completion.token_ids) for r in rollouts),
-        "training": sum(r.length for r in kept),
-    }
+def tokens_per_phase(rollouts: Sequence[Rollout], kept: Sequence[Rollout], config: RunConfig) -> dict[str, int]:
+    """Tokens generated, and tokens (prompts included) the trainer ran over.
+
+    Generating while training takes place in no phase of its own.
+    """
+    training = {"training": sum(r.length for r in kept)}
+    if config.grpo.async_grpo.enabled:
+        return training
+    return {"generation": sum(len(r.completion.token_ids) for r in rollouts), **training}
 
 
 def to_sample(rollout: Rollout) -> Sample:

@@ -13,6 +13,7 @@ from lora_rl.cluster.placement import place
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
 from lora_rl.data import PromptSource, Tokenizer, addition_prompts, load_tokenizer
+from lora_rl.rollout.queue import PromptQueue
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -38,7 +39,7 @@ class Job:
         policy, engines, weights: the two sides and what connects them; the engines hold weight version 1.
         turns: hands the devices from one side to the other, and keeps the memory ledger.
         generator: samples and scores.
-        prompts: training prompts, with the cursor.
+        prompts: training prompts in the order they are drawn.
         held_out: validation prompts, disjoint from `prompts`.
         probes: token sequences on which trainer and engines are compared.
         identity: see `lora_rl.train.resume.identity`.
@@ -51,7 +52,7 @@ class Job:
     weights: WeightSync
     turns: Turns
     generator: Generator
-    prompts: PromptSource
+    prompts: PromptQueue
     held_out: list[Prompt]
     probes: list[tuple[int, ...]]
     identity: dict[str, Any]
@@ -106,8 +107,9 @@ def start_job(
             "to 1"
         )
     tokenizer, prompts, held_out = load_data(config)
+    queue = PromptQueue(prompts)
     if resume is not None:
-        prompts.load_state_dict(resume.cursor)
+        queue.load_state_dict(resume.cursor)
     start = resume.start if resume is not None else start_adapter(config)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ def start_job(
                 log_file=logs / "ray.log",
             )
             stack.enter_context(session)
-        from lora_rl.rollout.pool import EnginePool, start_engines, sync_backend
+        from lora_rl.rollout.pool import EnginePool, Supervision, start_engine, start_engines, sync_backend
         from lora_rl.sync.vllm_plugin import SHARED_MEMORY
 
         placement = place(
@@ -143,13 +145,33 @@ def start_job(
         from lora_rl.train.weights import WeightSync, parity_tolerance
 
         policy = PolicyGroup(config, layout, rank_workers)
-        engines = EnginePool(engine_workers, timeout_s=config.cluster.step_timeout_s)
+        streamed = sync_backend(config, layout) != SHARED_MEMORY
+        together = layout.colocated and layout.platform == "cuda"
+
+        def relaunch(index: int) -> Worker:
+            return start_engine(config, layout, logs, placement.engines[index], index)
+
+        engines = EnginePool(
+            engine_workers,
+            timeout_s=config.cluster.step_timeout_s,
+            supervision=Supervision(
+                # An engine that streams weights from the ranks' devices, or takes turns with them, cannot come back
+                # by itself.
+                relaunch=None if streamed or together or not config.cluster.max_engine_restarts else relaunch,
+                max_restarts=config.cluster.max_engine_restarts,
+                max_attempts=config.policy.generation.max_attempts,
+                heartbeat_s=config.cluster.heartbeat_timeout_s,
+                startup_s=config.cluster.startup_timeout_s,
+                warn=console.warn,
+            ),
+        )
+        stack.callback(engines.close)
         weights = WeightSync(
             policy,
             engines,
             config.policy.generation.weight_sync,
             console.warn,
-            streamed=sync_backend(config, layout) != SHARED_MEMORY,
+            streamed=streamed,
         )
         if resume is not None:
             with console.startup(f"checkpoint of step {resume.step}"):
@@ -157,16 +179,16 @@ def start_job(
             weights.resume(resume.weight_version, resume.payload_digest)
         with console.startup("weights") as task:
             task.update("opening the transfer")
-            backend = sync_backend(config, layout)
-            if backend == SHARED_MEMORY:
+            if not streamed:
                 transfer, host = policy.open_transfer()
                 try:
-                    engines.open_transfer(transfer, host, config.policy.generation.weight_sync.transport)
+                    transport = config.policy.generation.weight_sync.transport
+                    engines.open_transfer(transfer, host, transport, policy.payload)
                 finally:
                     # Whatever happens now, no file is left behind.
                     policy.close_transfer_name()
             else:
-                policy.open_stream(backend, engine_workers)
+                policy.open_stream(sync_backend(config, layout), engine_workers)
             task.update("first push")
             facts = weights.push(after_update=False)
             probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]
@@ -180,12 +202,12 @@ def start_job(
             weights=weights,
             turns=Turns(
                 rank_workers,
-                engine_workers,
-                enabled=layout.colocated and layout.platform == "cuda",
+                engines,
+                enabled=together,
                 timeout_s=config.cluster.step_timeout_s,
             ),
             generator=Generator(engines, tokenizer, config.grpo.seed),
-            prompts=prompts,
+            prompts=queue,
             held_out=held_out,
             probes=probes,
             start=start,

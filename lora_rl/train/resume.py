@@ -148,12 +148,14 @@ def take(
     record: dict[str, float],
     metrics: Path,
     *,
+    cursor: dict[str, Any],
     version: int = 0,
     payload: str = "",
 ) -> Checkpoint:
     """A checkpoint of a job after a step.
 
     Args:
+        cursor: state of the prompts' order.
         version, payload: of the last push to the engines, where there are any.
         record: what was logged for the step; holds the ranking metric where it was measured.
         metrics: metrics.jsonl.
@@ -173,7 +175,7 @@ def take(
         counters=state.counters,
         flags=state.flags,
         random=state.random,
-        cursor=job.prompts.state_dict(),
+        cursor=cursor,
         identity=job.identity,
         layout={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
         config=resolved_yaml(config),

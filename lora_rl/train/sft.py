@@ -120,7 +120,9 @@ def run_sft(
                 )
                 console.step(record, [])
                 if store is not None and (is_save_step(step, last_step, config) or stop.requested):
-                    path = store.save(take(job, config, layout, step, record, recorder.path))
+                    path = store.save(
+                        take(job, config, layout, step, record, recorder.path, cursor=job.prompts.state_dict())
+                    )
                     console.info(f"checkpoint  {path}")
                 if stop.signalled:
                     raise KeyboardInterrupt

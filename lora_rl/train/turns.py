@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lora_rl.cluster.memory import GIB
 from lora_rl.cluster.workers import Worker, wait
+
+if TYPE_CHECKING:
+    from lora_rl.rollout.pool import EnginePool
 
 
 class Turns:
@@ -15,35 +19,35 @@ class Turns:
     cache and weights leave it while the ranks train. Otherwise each side keeps what it has.
     """
 
-    def __init__(self, ranks: Sequence[Worker], engines: Sequence[Worker], *, enabled: bool, timeout_s: float) -> None:
-        self._ranks, self._engines = list(ranks), list(engines)
+    def __init__(self, ranks: Sequence[Worker], engines: EnginePool, *, enabled: bool, timeout_s: float) -> None:
+        self._ranks, self._engines = list(ranks), engines
         self._enabled, self._timeout = enabled, timeout_s
         self._ledger: dict[str, float] = {}
 
     def to_engines(self) -> None:
         """Before generating: engines awake, base weights of the ranks away."""
         if self._enabled:
-            self._all(self._ranks, "offload", "moving the base weights to host memory")
-            self._all(self._engines, "wake", "waking the engines", ["weights", "kv_cache"])
+            self._ranks_do("offload", "moving the base weights to host memory")
+            self._engines_do("wake", "waking the engines", ["weights", "kv_cache"])
 
     def to_trainer(self) -> None:
         """Before training: engines asleep, base weights back."""
         if self._enabled:
-            self._all(self._engines, "sleep", "putting the engines to sleep")
-            self._all(self._ranks, "reload", "moving the base weights to the device")
+            self._engines_do("sleep", "putting the engines to sleep")
+            self._ranks_do("reload", "moving the base weights to the device")
 
     def to_both(self, *, generating: bool = False) -> None:
         """Before a push: the weights of both sides, and with `generating` also the engines' KV cache."""
         if self._enabled:
-            self._all(self._ranks, "reload", "moving the base weights to the device")
+            self._ranks_do("reload", "moving the base weights to the device")
             parts = ["weights", "kv_cache"] if generating else ["weights"]
-            self._all(self._engines, "wake", "waking the engines", parts)
+            self._engines_do("wake", "waking the engines", parts)
 
     def note(self, phase: str) -> None:
         """Enter what the processes hold now into the ledger."""
-        for side, workers in (("ranks", self._ranks), ("engines", self._engines)):
-            held = self._all(workers, "memory", "reading memory use")
-            self._ledger[f"memory/{phase}/{side}_gib"] = max(held) / GIB
+        for side, ask in (("ranks", self._ranks_do), ("engines", self._engines_do)):
+            if held := ask("memory", "reading memory use"):
+                self._ledger[f"memory/{phase}/{side}_gib"] = max(held) / GIB
 
     def ledger(self) -> dict[str, float]:
         """`memory/<phase>/ranks_gib` and `.../engines_gib` of the phases noted since the last call.
@@ -53,5 +57,8 @@ class Turns:
         ledger, self._ledger = self._ledger, {}
         return ledger
 
-    def _all(self, workers: Sequence[Worker], method: str, doing: str, *args: object) -> list:
-        return wait([w.call(method, *args) for w in workers], timeout_s=self._timeout, doing=doing)
+    def _ranks_do(self, method: str, doing: str) -> list:
+        return wait([w.call(method) for w in self._ranks], timeout_s=self._timeout, doing=doing)
+
+    def _engines_do(self, method: str, doing: str, *args: object) -> list:
+        return [answer for _, answer in self._engines.ask(method, *args, doing=doing)]

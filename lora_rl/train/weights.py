@@ -68,17 +68,19 @@ class WeightSync:
                 less of the update survived the cast than `min_retention` with `on_low_retention: stop`.
         """
         start = time.perf_counter()
-        push = self._policy.send(self.version + 1, must_differ=after_update)
-        if self._streamed:
-            reports = self._engines.confirm(push.manifest)
-        else:
-            payload = self._policy.payload() if self._engines.needs_payload else None
-            reports = self._engines.load(push.manifest, payload)
+        with self._engines.pushing():
+            push = self._policy.send(self.version + 1, must_differ=after_update)
+            if self._streamed:
+                reports = self._engines.confirm(push.manifest)
+            else:
+                payload = self._policy.payload() if self._engines.needs_payload else None
+                reports = self._engines.load(push.manifest, payload)
         self.version = push.manifest.version
         self.payload = self._describe(push.manifest)
         self._check_expected()
-        # Where the engines merged, each of their workers measured the same update; one of them speaks for all.
-        fidelity = push.fidelity or reports[0].fidelity
+        # Where the engines merged, each of their workers measured the same update; one of them speaks for all. None
+        # does when all engines are being started anew: they load this version before they serve.
+        fidelity = push.fidelity or (reports[0].fidelity if reports else None)
         measured = fidelity.metrics() if fidelity is not None else {}
         self._check_retention(measured)
         return {
@@ -133,14 +135,14 @@ class WeightSync:
         """
         trainer = self._policy.logprobs(batch_of_sequences(probes, [1] * len(probes)), temperature=1.0)
         worst = 0.0
-        for worker, scores in zip(self._engines.workers, self._engines.score(probes), strict=True):
+        for name, scores in self._engines.score(probes):
             ours = np.concatenate([trainer[row, 1 : len(p)] for row, p in enumerate(probes)])
             difference = float(np.abs(ours - np.concatenate([np.asarray(s) for s in scores])).mean())
             # Unlike max(), keeps a NaN.
             worst = float(np.maximum(worst, difference))
             if tolerance is not None and not difference <= tolerance:
                 raise SyncError(
-                    f"{worker.name} and the trainer disagree about weight version {self.version}: mean |difference| of "
+                    f"{name} and the trainer disagree about weight version {self.version}: mean |difference| of "
                     f"logprobs {difference:.2e} nats on {len(probes)} probe prompts, accepted is {tolerance:.0e} "
                     "(policy.generation.weight_sync.parity_tolerance). Both load policy.model_name; a difference means "
                     "that one of them maps or computes the model wrongly, so training would be off-policy without "

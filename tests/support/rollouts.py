@@ -31,7 +31,10 @@ class ScriptedEngines:
 
     answer: Callable[[GenerationRequest], Completion]
     asked: list[tuple[list[GenerationRequest], SamplingSettings]] = field(default_factory=list)
+    weight_version: int = 1
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSettings) -> list[Completion]:
-        self.asked.append((list(requests), sampling))
-        return [self.answer(request) for request in requests]
+    def generate(
+        self, jobs: Sequence[Sequence[GenerationRequest]], sampling: SamplingSettings
+    ) -> list[tuple[Completion, ...]]:
+        self.asked.append(([request for job in jobs for request in job], sampling))
+        return [tuple(self.answer(request) for request in job) for job in jobs]

@@ -64,7 +64,7 @@ class VllmConfig(Section):
         None, description="Longest sequence of an engine, in tokens; null: policy.max_total_sequence_length."
     )
     enforce_eager: bool = Field(True, description="No graph capture: quicker start, slower decoding.")
-    async_engine: bool = Field(False, description="Serve single requests as they come instead of whole batches.")
+    async_engine: bool = Field(True, description="Serve single requests as they come, not only whole batches.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences an engine decodes at once.")
     max_num_batched_tokens: PositiveInt | None = Field(
         None, description="Tokens per engine iteration; null: vLLM's default."
@@ -90,6 +90,9 @@ class GenerationConfig(Section):
     max_new_tokens: PositiveInt = Field(1024, description="Longest completion, in tokens.")
     stop_token_ids: list[int] | None = Field(None, description="Token ids that end a completion, besides EOS.")
     stop_strings: list[str] | None = Field(None, description="Strings that end a completion.")
+    max_attempts: PositiveInt = Field(
+        3, description="Times a prompt is generated from, when engines fail over it or its rollouts get too old."
+    )
     ignore_eos: bool = Field(False, description="Generate on after EOS, up to max_new_tokens.")
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)

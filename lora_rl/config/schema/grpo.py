@@ -17,6 +17,9 @@ class AsyncGRPOConfig(Section):
     in_flight_weight_updates: bool = Field(
         False, description="Push new weights into running generations instead of waiting for them to end."
     )
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        False, description="Then compute keys and values of running generations anew, with the new weights."
+    )
 
 
 class GRPOConfig(Section):
@@ -36,6 +39,12 @@ class GRPOConfig(Section):
         True,
         description="Do not train on groups whose rewards are all equal: their advantages are 0; "
         "the loss normaliser then counts the remaining tokens only.",
+    )
+    use_dynamic_sampling: bool = Field(
+        False, description="Replace groups whose rewards are all equal by others, until there are enough (DAPO)."
+    )
+    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+        10, description="Batches of prompts that may be generated for one step in search of such groups."
     )
     val_period: NonNegativeInt = Field(20, description="Steps between validations; 0: none while training.")
     val_at_start: bool = Field(True, description="Validate once before the first step.")

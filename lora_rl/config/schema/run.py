@@ -121,6 +121,12 @@ class ClusterConfig(Section):
     startup_timeout_s: PositiveFloat = Field(
         300.0, description="Seconds until every process must be ready; longer ends the job."
     )
+    heartbeat_timeout_s: PositiveFloat = Field(
+        120.0, description="Seconds after which an engine that makes no step, or does not answer, counts as hung."
+    )
+    max_engine_restarts: NonNegativeInt = Field(
+        3, description="New processes in a row for an engine that dies or hangs; 0: the job ends with the first."
+    )
     step_timeout_s: PositiveFloat = Field(
         1800.0, description="Seconds one phase of a step may take; longer ends the job."
     )

@@ -81,6 +81,30 @@ CASES = [
         None,
     ),
     (["grpo.early_stop_patience=2", "grpo.val_period=0"], "grpo.early_stop_patience", "needs validation while", None),
+    (
+        ["grpo.async_grpo.enabled=true", CORRECTION],
+        f"{COLOCATED}.enabled",
+        "engines need their own devices",
+        None,
+    ),
+    (
+        ["grpo.async_grpo.enabled=true", f"{COLOCATED}.enabled=false"],
+        f"{LOSS}.use_importance_sampling_correction",
+        "trains on rollouts of older weights",
+        "true",
+    ),
+    (
+        ["grpo.async_grpo.in_flight_weight_updates=true"],
+        "grpo.async_grpo.in_flight_weight_updates",
+        "has no effect while grpo.async_grpo.enabled is false",
+        "false",
+    ),
+    (
+        ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"],
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+        "has no effect while grpo.async_grpo.in_flight_weight_updates is false",
+        "false",
+    ),
     (["sft.train_all_weights=true", "policy.precision=bfloat16"], "policy.precision", "needs float32", "float32"),
     (
         ["sft.train_all_weights=true", "policy.precision=float32", "checkpointing.enabled=true"],

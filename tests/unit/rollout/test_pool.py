@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ WEIGHTS = {"q": torch.arange(6, dtype=torch.float32).reshape(2, 3), "k": torch.o
 class ReadingEngine:
     """Stands where `Engine` does: maps the buffer, reads and checks each push, and loads it nowhere."""
 
+    busy = False
+
     def open_transfer(self, transfer: Transfer) -> None:
         self.path, self._names = transfer.path, transfer.names
         self.buffer = SharedBuffer(Path(transfer.path), transfer.nbytes)
@@ -41,14 +44,21 @@ class ReadingActor(EngineActor):
     def __init__(self) -> None:
         self._host: str | None = None
 
-    def start_on(self, host: str | None) -> None:
-        self.engine, self._host = ReadingEngine(), host
+    def new_engine(self) -> Any:
+        return ReadingEngine()
 
-    def host(self) -> str:
-        return self._host or super().host()
+    async def start_on(self, host: str | None) -> None:
+        self._host = host
+        await self.build()
 
-    def path(self) -> str:
-        return self.engine.path
+    async def host(self) -> str:
+        return self._host or await super().host()
+
+    async def path(self) -> str:
+        return await self._call("path", lambda engine: engine.path)
+
+    async def read(self) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        return await self._call("read", lambda engine: (engine.tensors, engine.buffer.bytes.numpy().copy()))
 
 
 @pytest.fixture
@@ -59,38 +69,43 @@ def sender() -> Iterator[WeightSender]:
     sender.close_name()
 
 
-def new_actor() -> ReadingActor:
-    actor = ReadingActor()
-    actor.start_on(None)
-    return actor
-
-
 # -- the actor alone -------------------------------------------------------------------------------------------------
 
 
 def test_an_actor_on_the_trainers_host_reads_the_trainers_buffer(sender: WeightSender) -> None:
-    actor, transfer = new_actor(), sender.open()
-    actor.open_transfer(transfer)
-    assert actor.path() == transfer.path
-    push = sender.send(1, must_differ=False).manifest
-    actor.load_push(push.to_dict())
-    assert all(actor.engine.tensors[name].equal(tensor) for name, tensor in WEIGHTS.items())
+    async def check() -> None:
+        actor, transfer = ReadingActor(), sender.open()
+        await actor.start_on(None)
+        await actor.open_transfer(transfer)
+        assert await actor.path() == transfer.path
+        push = sender.send(1, must_differ=False).manifest
+        await actor.load_push(push.to_dict())
+        tensors, _ = await actor.read()
+        assert all(tensors[name].equal(tensor) for name, tensor in WEIGHTS.items())
+
+    asyncio.run(check())
 
 
 def test_an_actor_elsewhere_copies_the_payload_into_a_buffer_of_its_own(sender: WeightSender) -> None:
-    actor, transfer = new_actor(), sender.open()
-    actor.open_relay(transfer)
-    assert actor.path() != transfer.path
-    assert not Path(actor.path()).exists(), "the engine has mapped it, so no file may be left behind"
-    push = sender.send(1, must_differ=False).manifest
-    payload = sender.payload().copy()
-    # As they come out of Ray's object store.
-    payload.flags.writeable = False
-    actor.load_push(push.to_dict(), payload)
-    assert all(actor.engine.tensors[name].equal(tensor) for name, tensor in WEIGHTS.items())
-    # A copy: what the trainer writes next does not reach it before it is sent.
-    sender.payload()[:] = 0
-    np.testing.assert_array_equal(actor.engine.buffer.bytes.numpy(), payload)
+    async def check() -> None:
+        actor, transfer = ReadingActor(), sender.open()
+        await actor.start_on(None)
+        await actor.open_relay(transfer)
+        path = await actor.path()
+        assert path != transfer.path
+        assert not Path(path).exists(), "the engine has mapped it, so no file may be left behind"
+        push = sender.send(1, must_differ=False).manifest
+        payload = sender.payload().copy()
+        # As they come out of Ray's object store.
+        payload.flags.writeable = False
+        await actor.load_push(push.to_dict(), payload)
+        # A copy: what the trainer writes next does not reach it before it is sent.
+        sender.payload()[:] = 0
+        tensors, held = await actor.read()
+        assert all(tensors[name].equal(tensor) for name, tensor in WEIGHTS.items())
+        np.testing.assert_array_equal(held, payload)
+
+    asyncio.run(check())
 
 
 # -- over Ray --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_rl.data import PromptSource, Tokenizer, load_tokenizer
+from lora_rl.rollout.queue import PromptQueue
 from lora_rl.rollout.source import (
     Generator,
     SyncRolloutSource,
@@ -36,7 +37,9 @@ def answer_seven(tokenizer: Tokenizer) -> ScriptedEngines:
 def test_group_by_group_with_rewards(tokenizer: Tokenizer) -> None:
     engines = answer_seven(tokenizer)
     groups = [PromptGroup(40, prompt("a", (3, 4), "7")), PromptGroup(41, prompt("b", (5,), "8"))]
-    rollouts = Generator(engines, tokenizer, seed=1).rollouts(groups, 3, SAMPLING, purpose="step 1")
+    scored, refused = Generator(engines, tokenizer, seed=1).answer(groups, 3, SAMPLING, purpose="train")
+    assert refused == []
+    rollouts = [r for group in scored for r in group]
     assert [(r.group_id, r.sample_index, r.prompt.id) for r in rollouts] == [
         *((40, n, "a") for n in range(3)),
         *((41, n, "b") for n in range(3)),
@@ -53,14 +56,14 @@ def test_group_by_group_with_rewards(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("stop", [StopReason.LENGTH, StopReason.ABORT])
 def test_a_completion_that_was_cut_off_scores_nothing(tokenizer: Tokenizer, stop: StopReason) -> None:
     engines = ScriptedEngines(lambda request: completion(tokenizer.encode("7"), stop=stop))
-    [rollout] = Generator(engines, tokenizer, 0).rollouts([PromptGroup(0, prompt())], 1, SAMPLING, purpose="x")
+    [[rollout]], _ = Generator(engines, tokenizer, 0).answer([PromptGroup(0, prompt())], 1, SAMPLING, purpose="x")
     assert (rollout.reward, rollout.reason) == (0.0, "truncated")
 
 
 def seeds(tokenizer: Tokenizer, seed: int, purpose: str) -> list[int]:
     engines = answer_seven(tokenizer)
     groups = [PromptGroup(n, prompt(str(n))) for n in range(4)]
-    Generator(engines, tokenizer, seed).rollouts(groups, 5, SAMPLING, purpose=purpose)
+    Generator(engines, tokenizer, seed).answer(groups, 5, SAMPLING, purpose=purpose)
     return [r.seed for r in engines.asked[0][0]]
 
 
@@ -81,7 +84,9 @@ def test_seed_fields_do_not_run_together() -> None:
 def test_group_ids_never_repeat_over_steps(tokenizer: Tokenizer, models: dict[str, Path]) -> None:
     engines = answer_seven(tokenizer)
     prompts = PromptSource([prompt(str(n)) for n in range(3)], shuffle=False)
-    source = SyncRolloutSource(Generator(engines, tokenizer, 0), prompts, tiny_config(models["tied"]))
+    source = SyncRolloutSource(
+        Generator(engines, tokenizer, 0), PromptQueue(prompts), tiny_config(models["tied"]), print
+    )
     steps = [source.next_step(step) for step in (1, 2, 3)]
     for step in steps:
         # Four groups of four over three prompts: a prompt that occurs twice is two groups.
@@ -124,6 +129,9 @@ def test_equal_seeds_mean_equal_requests(tokenizer: Tokenizer) -> None:
     engines = ScriptedEngines(lambda request: completion((3 + request.seed % 200,)))
     groups = [PromptGroup(0, prompt())]
     generator = Generator(engines, tokenizer, seed=9)
-    one, two = (generator.rollouts(groups, 4, SAMPLING, purpose="step 3") for _ in range(2))
-    assert [r.completion for r in one] == [r.completion for r in two]
+    one, two = (generator.answer(groups, 4, SAMPLING, purpose="train")[0] for _ in range(2))
+    assert [r.completion for r in one[0]] == [r.completion for r in two[0]]
+    # Another attempt samples anew.
+    again, _ = generator.answer([PromptGroup(0, prompt(), attempt=1)], 4, SAMPLING, purpose="train")
+    assert not {r.completion for r in one[0]} & {r.completion for r in again[0]}
     assert isinstance(engines.asked[0][0][0], GenerationRequest)

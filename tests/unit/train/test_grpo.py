@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from lora_rl.config import RunConfig
+from lora_rl.config.schema.grpo import AsyncGRPOConfig
 from lora_rl.data import PromptSource, load_tokenizer
+from lora_rl.rollout.queue import PromptQueue
 from lora_rl.rollout.source import Generator
 from lora_rl.rollout.types import (
     Completion,
@@ -161,7 +163,9 @@ def test_rollout_metrics_count_all_rollouts(config: RunConfig) -> None:
         "reward/correct": 3 / 8,
         "reward/wrong": 5 / 8,
     }
-    assert tokens_per_phase(rollouts, rollouts[:2]) == {"generation": 20, "training": 8}
+    assert tokens_per_phase(rollouts, rollouts[:2], config) == {"generation": 20, "training": 8}
+    asynchronous = with_grpo(config, async_grpo=AsyncGRPOConfig(enabled=True))
+    assert tokens_per_phase(rollouts, rollouts[:2], asynchronous) == {"training": 8}
     sample = to_sample(rollouts[6])
     assert (sample.prompt, sample.expected, sample.reward) == ("p3", "7", 0.0)
     assert "length" in sample.stop_reason
@@ -201,13 +205,19 @@ class RecordingWeights:
     """Stands where `WeightSync` does."""
 
     order: list[str]
+    engines: ScriptedEngines
     pushes: list[bool] = field(default_factory=list)
     probed: list[tuple[list[tuple[int, ...]], float | None]] = field(default_factory=list)
 
     def push(self, *, after_update: bool) -> dict[str, float]:
         self.order.append("push")
         self.pushes.append(after_update)
-        return {"sync/version": 1 + len(self.pushes)}
+        self.engines.weight_version = self.version
+        return {"sync/version": self.version}
+
+    @property
+    def version(self) -> int:
+        return 1 + len(self.pushes)
 
     def check_parity(self, probes: list[tuple[int, ...]], tolerance: float | None) -> float:
         self.order.append("probe")
@@ -245,9 +255,11 @@ class OrderedEngines(ScriptedEngines):
 
     order: list[str] = field(default_factory=list)
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSettings) -> list[Completion]:
+    def generate(
+        self, jobs: Sequence[Sequence[GenerationRequest]], sampling: SamplingSettings
+    ) -> list[tuple[Completion, ...]]:
         self.order.append("generate")
-        return super().generate(requests, sampling)
+        return super().generate(jobs, sampling)
 
 
 @dataclass
@@ -269,16 +281,17 @@ def run_loop(config: RunConfig, folder: Path, model: Path, answers: str, *, move
     script = iter(answers * 1000)
     order: list[str] = []
     engines = OrderedEngines(
-        lambda r: completion((*tokenizer.encode(next(script)), tokenizer.eos_token_id)), order=order
+        lambda r: completion((*tokenizer.encode(next(script)), tokenizer.eos_token_id), version=engines.weight_version),
+        order=order,
     )
-    policy, weights, timer = RecordingPolicy(order, moved=moved), RecordingWeights(order), PhaseTimer()
+    policy, weights, timer = RecordingPolicy(order, moved=moved), RecordingWeights(order, engines), PhaseTimer()
     job = Job(
         policy=policy,
         engines=engines,
         weights=weights,
         turns=RecordingTurns(order),
         generator=Generator(engines, tokenizer, config.grpo.seed),
-        prompts=PromptSource([prompt(str(n)) for n in range(50)]),
+        prompts=PromptQueue(PromptSource([prompt(str(n)) for n in range(50)])),
         held_out=[prompt(f"held out {n}") for n in range(6)],
         probes=PROBES,
         identity={},
@@ -288,7 +301,7 @@ def run_loop(config: RunConfig, folder: Path, model: Path, answers: str, *, move
     with (folder / "out.txt").open("w") as stream, RunRecorder(folder) as recorder:
         console = Console("plain", 3, timer=timer, stream=stream)
         with console:
-            train(job, config, console, recorder, timer, stop=Stop(saves=False), save=lambda step, record: None)
+            train(job, config, console, recorder, timer, stop=Stop(saves=False), save=lambda step, record, cursor: None)
     return Loop(policy, weights, engines, order, read_metrics(recorder.path), (folder / "out.txt").read_text())
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from lora_rl.cluster.memory import GIB
 from lora_rl.cluster.workers import Worker
+from lora_rl.rollout.pool import EnginePool
 from lora_rl.train.turns import Turns
 
 pytestmark = pytest.mark.e2e
@@ -56,7 +57,7 @@ def new_turns(start_worker: Callable[..., Worker], calls: Path) -> Callable[[boo
             [start_worker(f"{side} {n}", Side, side, str(calls), held) for n, held in enumerate(sizes[side])]
             for side in ("rank", "engine")
         )
-        return Turns(ranks, engines, enabled=enabled, timeout_s=60)
+        return Turns(ranks, EnginePool(engines, timeout_s=60), enabled=enabled, timeout_s=60)
 
     return new
 

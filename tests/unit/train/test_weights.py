@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lora_rl.cluster.workers import Worker
 from lora_rl.config.schema import WeightSyncConfig
 from lora_rl.lora.merge import Fidelity
 from lora_rl.rollout.types import TrainBatch
@@ -57,17 +57,19 @@ class RecordingEngines:
     needs_payload: bool = False
     loaded: list[tuple[int, Any]] = field(default_factory=list)
 
-    @property
-    def workers(self) -> list[Worker]:
-        return [Worker(f"engine {n}", handle=None, log=None) for n in range(len(self.offsets))]
+    def pushing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def load(self, manifest: Manifest, payload: Any = None) -> list[SyncReport]:
         self.loaded.append((manifest.version, payload))
         fidelities = [BY_ENGINE, Fidelity.zero()]
         return [SyncReport(manifest.version, manifest.digest, 2, 24, fidelity) for fidelity in fidelities]
 
-    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[list[float]]]:
-        return [[[offset - t / 10 for t in s[1:]] for s in sequences] for offset in self.offsets]
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[list[float]]]]:
+        return [
+            (f"engine {n}", [[offset - t / 10 for t in s[1:]] for s in sequences])
+            for n, offset in enumerate(self.offsets)
+        ]
 
 
 @dataclass
