@@ -5,12 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from lora_rl.lora.merge import AdapterTensors, Fidelity, Rounding
 from lora_rl.sync.errors import SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_rl.lora.merge import AdapterTensors, Fidelity, Rounding
 
 SyncMode = Literal["merged", "adapter_merge", "adapter"]
 LORA_A, LORA_B = ".lora_A", ".lora_B"
@@ -120,6 +122,8 @@ def checksum(tensor: torch.Tensor) -> int:
     CRC-32 on the CPU. On a GPU, which both sides of a transfer then are, the sum of the 16-bit words, each times an
     odd number of its place: it is computed where the data is.
     """
+    import torch
+
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         return zlib.crc32(flat.view(torch.uint8).numpy())
@@ -128,6 +132,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def weighted_sum(flat: torch.Tensor) -> int:
     """See `checksum`; for 1-D tensors of 2- or 4-byte types on any device."""
+    import torch
+
     words = flat.view(torch.int16)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), 1 << 24):
@@ -186,6 +192,8 @@ def pair_adapters(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, floa
     Raises:
         SyncError: an A without its B or the reverse, or a module without a scale, naming it.
     """
+    from lora_rl.lora.merge import AdapterTensors
+
     modules = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors}
     for module in sorted(modules | scales.keys()):
         if module + LORA_A not in tensors or module + LORA_B not in tensors or module not in scales:
