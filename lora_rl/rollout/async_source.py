@@ -71,7 +71,8 @@ class AsyncRolloutSource:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorers = ThreadPoolExecutor(_SCORERS, thread_name_prefix="scoring")
         self._running: dict[int, _InFlight] = {}
-        self._scoring: dict[int, PromptGroup] = {}
+        self._scoring: dict[int, tuple[PromptGroup, float]] = {}
+        self._timeout = config.cluster.step_timeout_s
         self._buffer: dict[int, tuple[PromptGroup, list[Rollout]]] = {}
         self._waiting = self._paused = self._closed = False
         self._failure: BaseException | None = None
@@ -140,7 +141,7 @@ class AsyncRolloutSource:
         with self._changed:
             scored = [group for group, _ in self._buffer.values()]
             running = [flight.group for flight in self._running.values()]
-            return self._queue.state_dict([*running, *self._scoring.values(), *scored])
+            return self._queue.state_dict([*running, *(group for group, _ in self._scoring.values()), *scored])
 
     def close(self) -> None:
         """Stop generating."""
@@ -219,7 +220,7 @@ class AsyncRolloutSource:
         if error is not None:
             raise error
         completions = future.result()
-        self._scoring[group.group_id] = group
+        self._scoring[group.group_id] = (group, time.monotonic())
         scored = self._scorers.submit(self._generator.score, [(group, completions)])
         scored.add_done_callback(lambda done: self._events.put(lambda: self._scored(group, done)))
 
@@ -263,8 +264,16 @@ class AsyncRolloutSource:
             if isinstance(self._failure, Exception):
                 raise self._failure
             raise WorkerError(f"collecting rollouts failed: {self._failure!r}")
-        if not self._scoring:
-            self._engines.check()
+        if self._scoring:
+            group, since = min(self._scoring.values(), key=lambda scoring: scoring[1])
+            if (seconds := time.monotonic() - since) > self._timeout:
+                raise WorkerError(
+                    f"scoring: no reward for a completion of prompt {group.prompt.id} within {seconds:.0f} s "
+                    "(cluster.step_timeout_s)"
+                )
+            # Engines may be idle because everything waits for rewards.
+            self._engines.restart_clock()
+        self._engines.check()
 
     def _describe(self, taken: list[tuple[PromptGroup, list[Rollout]]], depth: int, waited: float) -> dict[str, float]:
         version = self._engines.weight_version
