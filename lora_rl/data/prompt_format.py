@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Literal
 
-from lora_rl.data.examples import Example, Message
+from lora_rl.data.examples import Example, Message, shorten
 from lora_rl.data.source import Prompt
 from lora_rl.data.tokenizer import Tokenizer
 
@@ -55,6 +55,8 @@ class PromptFormat:
         if self.mode == "raw" and ids[: len(self.tokenizer.prefix_ids)] != self.tokenizer.prefix_ids:
             # A chat template brings its own special tokens, and so does a text that begins with them.
             ids = self.tokenizer.prefix_ids + ids
+        if not ids:
+            raise ValueError(f"{example.where}: no token is left of the prompt {shorten(text)}")
         return Prompt(id=example.id, text=text, token_ids=ids, answer=example.answer, metadata=example.metadata)
 
     def prompts(self, examples: Sequence[Example]) -> list[Prompt]:

@@ -69,7 +69,7 @@ class Tokenizer:
             return self._compiled_template.render(
                 **self.special_tokens, messages=list(messages), add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template rejected the messages: {error}") from error
 
     @cached_property

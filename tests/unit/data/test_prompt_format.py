@@ -100,6 +100,21 @@ def test_a_template_that_rejects_a_row_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "the chat template rejected the messages: "),
+        ("{{ messages[0].content + 1 }}", "the chat template rejected the messages: can only concatenate str"),
+        ("{{ strftime_now('%d') }}{{ messages[0].content }}", "'strftime_now' is undefined"),
+        ("", "no token is left of the prompt ''"),
+    ],
+)
+def test_templates_that_do_not_work(tmp_path: Path, template: str, message: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=template))
+    with pytest.raises(ValueError, match=rf"data\.jsonl, line 7: .*{message}"):
+        PromptFormat(tokenizer, "chat").prompt(example())
+
+
+@pytest.mark.parametrize(
     ("text", "filled"),
     [
         ("{}=\n", "Q="),
