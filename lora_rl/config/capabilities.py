@@ -42,7 +42,6 @@ CAPABILITIES = (
     Capability(f"{_MEGATRON}.sequence_parallel", (False,), "sequence parallelism"),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
     Capability(f"{_GENERATION}.vllm_cfg.async_engine", (True,), "an engine that serves whole batches only"),
-    Capability("data.task", ("addition",), "any source of prompts but the built-in tasks"),
     Capability("logger.wandb_enabled", (False,), "logging to Weights & Biases"),
     Capability("logger.mlflow_enabled", (False,), "logging to MLflow"),
     Capability("logger.monitor_gpus", (False,), "logging GPU utilisation"),

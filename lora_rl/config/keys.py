@@ -27,6 +27,7 @@ class Key:
         description: one line, units included.
         choices: the valid words, if only certain words are valid.
         structured: whether the value is a list.
+        item_keys: the keys of an entry, if the value is a list of sections.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Key:
     description: str
     choices: tuple[str, ...] = ()
     structured: bool = False
+    item_keys: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -105,7 +107,13 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             description=field.description or "",
             choices=tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part)),
             structured=any(get_origin(part) is list for part in parts),
+            item_keys=tuple(name for part in parts for name in _item_keys(part)),
         )
+
+
+def _item_keys(annotation: Any) -> tuple[str, ...]:
+    items = get_args(annotation) if get_origin(annotation) is list else ()
+    return tuple(name for item in items if _is_section(item) for name in item.model_fields)
 
 
 def _union_parts(annotation: Any) -> tuple[Any, ...]:
@@ -122,7 +130,8 @@ def _valid_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return " | ".join(arguments)
     if origin is list:
-        return f"list of {_valid_text(arguments[0])}"
+        keys = _item_keys(annotation)
+        return f"list of {f'names or {{{", ".join(keys)}}}' if keys else _valid_text(arguments[0])}"
     name = {NoneType: "null", bool: "true | false", str: "text", float: "number"}.get(annotation, "int")
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lora_rl.config.errors import ConfigError, Violation
-from lora_rl.config.keys import all_keys, all_sections, nearest_choice
+from lora_rl.config.errors import NO_VALUE, ConfigError, Violation
+from lora_rl.config.keys import Key, all_keys, all_sections, nearest_choice
 from lora_rl.config.model_files import resolve_path
 from lora_rl.config.overrides import apply_overrides, unknown_key
 from lora_rl.config.rule_engine import check_rules
@@ -24,6 +25,10 @@ _PATH_KEYS = (
     "policy.tokenizer.name",
     "policy.tokenizer.chat_template",
     "policy.megatron_cfg.peft.adapter_path",
+    "data.train_path",
+    "data.val_path",
+    "data.prompt_file",
+    "data.system_prompt_file",
     "sft.train_path",
     "sft.val_path",
 )
@@ -97,7 +102,8 @@ def _validate(document: Document) -> tuple[RunConfig, list[Violation], frozenset
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             path = _key_path(detail["loc"])
-            if detail["type"] != "missing" or path not in unusable:
+            inside_a_reported_list = path in unusable and len(detail["loc"]) > len(path.split("."))
+            if not inside_a_reported_list and (detail["type"] != "missing" or path not in unusable):
                 violations.append(_schema_violation(path, detail))
             unusable.add(path)
             _remove(tree, path)
@@ -112,15 +118,33 @@ def _schema_violation(path: str, detail: Any) -> Violation:
     if key is None:
         names = ", ".join(all_sections()[path].model_fields)
         return Violation(path, f"this is a section; expected its keys ({names})", detail["input"])
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and detail["loc"][-1] == path.rpartition(".")[2]:
         return Violation(path, f"required, but not set. {key.description.rstrip('.')}")
+    inside = detail["loc"][len(path.split(".")) :]
+    if inside:
+        return _item_violation(key, inside, detail)
     near = nearest_choice(detail["input"], key.choices)
     return Violation(path, f"expected {key.valid}", detail["input"], near)
 
 
+def _item_violation(key: Key, inside: tuple[int | str, ...], detail: Any) -> Violation:
+    """What is wrong inside a list: with the entry, or with a key of it."""
+    names = [name for name in inside if isinstance(name, str)]
+    entry = f"entry {inside[0] + 1}" if isinstance(inside[0], int) else str(inside[0])
+    if not names:
+        return Violation(key.path, f"expected {key.valid}; {entry} is not", detail["input"])
+    if detail["type"] == "extra_forbidden":
+        problem = f"{entry} has the unknown key {names[0]}; expected {key.valid}"
+        return Violation(key.path, problem, NO_VALUE, nearest_choice(names[0], key.item_keys))
+    if detail["type"] == "missing":
+        return Violation(key.path, f"{entry} lacks {names[0]}; expected {key.valid}")
+    return Violation(key.path, f"{entry}: {'.'.join(names)}: {detail['msg'].lower()}", detail["input"])
+
+
 def _key_path(location: tuple[int | str, ...]) -> str:
-    """Dotted key of a pydantic error location; the index of a list item is left off."""
-    return ".".join(part for part in location if isinstance(part, str))
+    """Dotted key of a pydantic error location; what lies inside a list is left off."""
+    names = list(itertools.takewhile(lambda part: isinstance(part, str), location))
+    return ".".join(names)
 
 
 def _take_out_unknown(tree: dict[str, Any], prefix: str, document: Document) -> Iterator[Violation]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lora_rl.config.data_rules import DATA_RULES
 from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.schema import RunConfig
@@ -237,18 +238,6 @@ def early_stop_needs_validation(config: RunConfig) -> Iterator[Violation]:
         yield Violation("grpo.early_stop_patience", problem, config.grpo.early_stop_patience)
 
 
-def sft_files_are_there(config: RunConfig) -> Iterator[Violation]:
-    """Files of examples exist, and validation examples come from the same kind of source as those trained on."""
-    sft = config.sft
-    for key in ("train_path", "val_path"):
-        path = getattr(sft, key)
-        if path is not None and not Path(path).is_file():
-            yield Violation(f"sft.{key}", "there is no such file; give a file of JSON lines", path)
-    if sft.val_path is not None and sft.train_path is None:
-        problem = "has no effect without sft.train_path: the built-in task has its own held-out part; leave it null"
-        yield Violation("sft.val_path", problem, sft.val_path)
-
-
 def all_weights_are_trained_plainly(config: RunConfig) -> Iterator[Violation]:
     """Without adapters there is no float32 copy of the weights, and nothing that a checkpoint could hold."""
     if not config.sft.train_all_weights:
@@ -288,17 +277,6 @@ def adapter_rank_divides(config: RunConfig) -> Iterator[Violation]:
         yield Violation("policy.megatron_cfg.peft.dim", problem, dim)
 
 
-def held_out_pairs_leave_training_pairs(config: RunConfig) -> Iterator[Violation]:
-    """One-digit numbers start at 0, longer ones have no leading zero."""
-    addition = config.data.addition
-    numbers = 10 if addition.digits == 1 else 9 * 10 ** (addition.digits - 1)
-    if config.data.task == "addition" and addition.held_out_pairs >= numbers**2:
-        problem = (
-            f"there are only {numbers**2} pairs of {addition.digits}-digit numbers; use fewer, to train on the rest"
-        )
-        yield Violation("data.addition.held_out_pairs", problem, addition.held_out_pairs)
-
-
 def chat_template_exists(config: RunConfig) -> Iterator[Violation]:
     """The template is a file."""
     template = config.policy.tokenizer.chat_template
@@ -326,11 +304,10 @@ RULES: tuple[Rule, ...] = (
     learning_rate_schedule,
     start_adapter_is_there,
     save_by_is_a_duration,
-    sft_files_are_there,
     all_weights_are_trained_plainly,
     target_needs_validation,
     early_stop_needs_validation,
     adapter_rank_divides,
-    held_out_pairs_leave_training_pairs,
     chat_template_exists,
+    *DATA_RULES,
 )

@@ -2,6 +2,8 @@
 
 import random
 
+from lora_rl.data.examples import Example
+from lora_rl.data.prompt_format import PromptFormat
 from lora_rl.data.source import Prompt
 from lora_rl.data.tokenizer import Tokenizer
 
@@ -27,20 +29,23 @@ def addition_pairs(
     return sorted(pairs[held_out_pairs:]), sorted(pairs[:held_out_pairs])
 
 
+def addition_examples(
+    digits: int = 2, held_out_pairs: int = 810, split_seed: int = 0
+) -> tuple[list[Example], list[Example]]:
+    """The questions `a+b=` with their sums as answers: (train, held out). Arguments as in `addition_pairs`."""
+    train, held_out = addition_pairs(digits, held_out_pairs, split_seed)
+    return [_example(a, b) for a, b in train], [_example(a, b) for a, b in held_out]
+
+
 def addition_prompts(
     tokenizer: Tokenizer, digits: int = 2, held_out_pairs: int = 810, split_seed: int = 0
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts `a+b=` with their sums as answers: (train, held out). Arguments as in `addition_pairs`."""
-    train, held_out = addition_pairs(digits, held_out_pairs, split_seed)
-    return [_prompt(tokenizer, a, b) for a, b in train], [_prompt(tokenizer, a, b) for a, b in held_out]
+    """The same as raw prompts: (train, held out)."""
+    train, held_out = addition_examples(digits, held_out_pairs, split_seed)
+    raw = PromptFormat(tokenizer)
+    return raw.prompts(train), raw.prompts(held_out)
 
 
-def _prompt(tokenizer: Tokenizer, a: int, b: int) -> Prompt:
-    text = f"{a}+{b}="
-    return Prompt(
-        id=f"addition/{a}+{b}",
-        text=text,
-        token_ids=tokenizer.encode(text),
-        answer=str(a + b),
-        metadata={"a": a, "b": b},
-    )
+def _example(a: int, b: int) -> Example:
+    name = f"addition/{a}+{b}"
+    return Example(name, f"{a}+{b}=", str(a + b), where=name, metadata={"a": a, "b": b})

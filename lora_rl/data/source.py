@@ -1,6 +1,7 @@
 """Prompts, and the endless, resumable order in which a run sees them."""
 
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class PromptSource:
         if len(set(ids)) != len(ids):
             duplicate = next(name for name in ids if ids.count(name) > 1)
             raise ValueError(f"PromptSource: the prompt id {duplicate!r} occurs more than once")
-        self._fingerprint = hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16]
+        self._fingerprint = _fingerprint(self.prompts)
         self._start_epoch(0)
 
     def __len__(self) -> int:
@@ -108,3 +109,13 @@ class PromptSource:
         if self.shuffle:
             # A text seed is hashed with SHA-512, so neighbouring seeds and epochs are unrelated.
             random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(self._order)
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Differs when any prompt's id, tokens, answer or metadata do, or their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        # Columnar files have dates, bytes and decimals too; JSON has no word for them.
+        described = [prompt.id, prompt.token_ids, prompt.answer, prompt.metadata]
+        digest.update(json.dumps(described, default=str).encode() + b"\n")
+    return digest.hexdigest()[:16]

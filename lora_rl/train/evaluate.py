@@ -71,8 +71,10 @@ def evaluate(
     from lora_rl.train.job import load_data
 
     config, grpo = _merging(config), config.grpo
-    tokenizer, _, held_out = load_data(config)
+    tokenizer, _, held_out = load_data(config, console.warn)
     prompts = held_out[: grpo.max_val_samples]
+    if not prompts:
+        raise ValueError("there are no held-out prompts to evaluate on: set data.val_path or data.validation_split")
     with _engines(config, layout, console, out / "logs", adapter) as engines:
         generator = Generator(engines, tokenizer, grpo.seed)
         rollouts: list[Rollout] = []

@@ -15,6 +15,8 @@ from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
 from lora_rl.train.job import Job, start_job
 from lora_rl.train.resume import Stop, is_save_step, take
+from lora_rl.train.rollout_log import FILE_NAME as ROLLOUTS
+from lora_rl.train.rollout_log import RolloutLog
 
 if TYPE_CHECKING:
     from lora_rl.algorithm import GroupAdvantages
@@ -71,7 +73,9 @@ def run_grpo(
                 console.info(f"checkpoint  {path}")
 
         try:
-            train(job, config, console, recorder, timer, stop=stop, save=save, done=resume.step if resume else None)
+            done = resume.step if resume else None
+            log = RolloutLog(run_dir / ROLLOUTS if config.logger.log_rollouts else None, done)
+            train(job, config, console, recorder, timer, stop=stop, save=save, done=done, rollout_log=log)
         except KeyboardInterrupt:
             # Whatever was trained so far is the user's; a rank in mid-step saves after it.
             keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
@@ -106,12 +110,14 @@ def train(
     stop: Stop,
     save: Callable[[int, dict[str, float], dict[str, Any]], None],
     done: int | None = None,
+    rollout_log: RolloutLog | None = None,
 ) -> None:
     """The training loop over a started job.
 
     Args:
         save: writes a checkpoint after a step, given its record and the state of the prompts' order.
         done: steps of an earlier start that this one continues; None: a new run.
+        rollout_log: where completions are written; None: nowhere.
 
     Raises:
         KeyboardInterrupt: a signal asked to stop; the step was finished and saved.
@@ -168,6 +174,9 @@ def train(
                 job.turns.ledger(),
                 timer.end_step(tokens=tokens_per_phase(rollouts, kept, config)),
             )
+            if rollout_log is not None:
+                used = {(r.group_id, r.sample_index): a for r, a in zip(kept, values, strict=True)}
+                rollout_log.write(step, rollouts, used)
             console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
             stale = is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience)
             last.update(step=step, record=record, cursor=source.state_dict(), saved=False)

@@ -12,7 +12,7 @@ from lora_rl.cluster.local import ray_session
 from lora_rl.cluster.placement import place
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
-from lora_rl.data import PromptSource, Tokenizer, addition_prompts, load_tokenizer
+from lora_rl.data import PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
 from lora_rl.rollout.queue import PromptQueue
 
 if TYPE_CHECKING:
@@ -60,23 +60,35 @@ class Job:
     facts: dict[str, float]
 
 
-def load_data(config: RunConfig) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
-    """Tokenizer, training prompts and held-out prompts.
+def load_data(
+    config: RunConfig, warn: Callable[[str], None] = lambda _: None
+) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
+    """Tokenizer, training prompts and held-out prompts; prompts that leave no room for a completion are left out.
+
+    Args:
+        warn: told what was left out, and what else is unusual about the data.
 
     Raises:
-        FileNotFoundError: the tokenizer's files are missing.
-        ValueError: a prompt leaves no room for a completion.
+        FileNotFoundError: a file of the tokenizer or of the data is missing.
+        ValueError: see `lora_rl.data.load_prompts`; no prompt leaves room; nothing to validate on.
     """
-    tokenizer = load_tokenizer(config.policy.tokenizer_name)
-    task = config.data.addition
-    train, held_out = addition_prompts(tokenizer, task.digits, task.held_out_pairs, task.split_seed)
-    room = config.engine_max_model_len - config.policy.generation.max_new_tokens
-    for prompt in (*train, *held_out):
-        if len(prompt.token_ids) > room:
-            raise ValueError(
-                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, but policy.max_total_sequence_length "
-                f"{config.engine_max_model_len} minus policy.generation.max_new_tokens leaves {room}"
-            )
+    grpo, new = config.grpo, config.policy.generation.max_new_tokens
+    tokenizer = load_tokenizer(config.policy.tokenizer_name, config.policy.tokenizer.chat_template)
+    train, held_out = load_prompts(config.data, tokenizer, warn)
+    longest = min(config.policy.max_total_sequence_length, config.engine_max_model_len)
+    what = f"policy.max_total_sequence_length {longest} - policy.generation.max_new_tokens {new}"
+    train = drop_too_long(train, longest - new, what, warn)
+    held_out = drop_too_long(held_out, longest - new, what, warn)
+    if not held_out and (grpo.val_at_start or grpo.val_period):
+        raise ValueError(
+            "there are no held-out prompts: set data.val_path or data.validation_split, or switch validation off "
+            "with grpo.val_at_start=false and grpo.val_period=0"
+        )
+    if len(train) < grpo.num_prompts_per_step:
+        warn(
+            f"{len(train)} training prompts are fewer than grpo.num_prompts_per_step = {grpo.num_prompts_per_step}: "
+            "every step sees some of them more than once"
+        )
     return tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out
 
 
@@ -106,7 +118,7 @@ def start_job(
             f"cluster.num_nodes={config.cluster.num_nodes}: every rank must be on one machine in this version; set it "
             "to 1"
         )
-    tokenizer, prompts, held_out = load_data(config)
+    tokenizer, prompts, held_out = load_data(config, console.warn)
     queue = PromptQueue(prompts)
     if resume is not None:
         queue.load_state_dict(resume.cursor)
@@ -191,7 +203,8 @@ def start_job(
                 policy.open_stream(sync_backend(config, layout), engine_workers)
             task.update("first push")
             facts = weights.push(after_update=False)
-            probes = [p.token_ids + tokenizer.encode(p.answer) for p in held_out[:_PARITY_PROBES]]
+            known = (held_out or prompts.prompts)[:_PARITY_PROBES]
+            probes = [p.token_ids + tokenizer.encode(p.answer, add_special_tokens=False) for p in known]
             tolerance = parity_tolerance(config)
             if tolerance is not None:
                 task.update("comparing logprobs of trainer and engine")

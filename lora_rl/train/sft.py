@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lora_rl.data import Prompt, PromptSource, Tokenizer, load_tokenizer
-from lora_rl.data.jsonl import jsonl_prompts
+from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
 from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
@@ -41,34 +40,41 @@ class SftJob:
     facts: dict[str, float]
 
 
-def load_examples(config: RunConfig) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
-    """Tokenizer, training examples, held-out examples; from `sft.train_path`, or else the built-in task.
+def load_examples(
+    config: RunConfig, warn: Callable[[str], None] = lambda _: None
+) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
+    """Tokenizer, training examples, held-out examples; from `sft.train_path`, or else from the source of `data`.
+
+    Args:
+        warn: told what was left out: repeated rows, and examples longer than policy.max_total_sequence_length.
 
     Raises:
-        ValueError: an example does not fit into policy.max_total_sequence_length, or is in both parts.
+        FileNotFoundError: a file of the tokenizer or of the data is missing.
+        ValueError: see `lora_rl.data.load_prompts`; an example without an answer; none that fits.
     """
-    from lora_rl.train.job import load_data
-
-    sft = config.sft
-    if sft.train_path is None:
-        tokenizer, prompts, held_out = load_data(config)
-    else:
-        tokenizer = load_tokenizer(config.policy.tokenizer_name)
-        keys = {"prompt_key": sft.prompt_key, "answer_key": sft.answer_key}
-        train = jsonl_prompts(Path(sft.train_path), tokenizer, **keys)
-        held_out = [] if sft.val_path is None else jsonl_prompts(Path(sft.val_path), tokenizer, **keys)
-        prompts = PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle)
-    shared = {p.id for p in prompts.prompts} & {p.id for p in held_out}
-    if shared:
-        raise ValueError(f"{len(shared)} held-out examples are also trained on, such as {sorted(shared)[0]}")
+    sft, data = config.sft, config.data
+    if sft.train_path is not None:
+        data = data.model_copy(
+            update={
+                "task": None,
+                "train_path": sft.train_path,
+                "val_path": sft.val_path,
+                "input_key": sft.prompt_key or data.input_key,
+                "output_key": sft.answer_key or data.output_key,
+            }
+        )
+    tokenizer = load_tokenizer(config.policy.tokenizer_name, config.policy.tokenizer.chat_template)
+    train, held_out = load_prompts(data, tokenizer, warn)
+    for prompt in (*train, *held_out):
+        if not prompt.answer:
+            raise ValueError(f"example {prompt.id} has no answer to train on")
     limit = config.policy.max_total_sequence_length
-    for prompt in (*prompts.prompts, *held_out):
-        if (length := len(_tokens(prompt, tokenizer))) > limit:
-            raise ValueError(
-                f"example {prompt.id} ({prompt.text[:40]!r}) has {length} tokens with its answer, more than "
-                f"policy.max_total_sequence_length = {limit}"
-            )
-    return tokenizer, prompts, held_out
+    what = f"policy.max_total_sequence_length, with answer and end token, is {limit}"
+    train, held_out = (
+        drop_too_long(part, limit, what, warn, length=lambda prompt: len(_tokens(prompt, tokenizer)))
+        for part in (train, held_out)
+    )
+    return tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out
 
 
 def example_batch(examples: Sequence[Prompt], tokenizer: Tokenizer) -> TrainBatch:
@@ -195,7 +201,7 @@ def _start(
     from lora_rl.policy.group import PolicyGroup, start_ranks
     from lora_rl.train.job import build_processes, restore_policy, start_adapter
 
-    tokenizer, prompts, held_out = load_examples(config)
+    tokenizer, prompts, held_out = load_examples(config, console.warn)
     if resume is not None:
         prompts.load_state_dict(resume.cursor)
     start = resume.start if resume is not None else start_adapter(config)

@@ -1,19 +1,20 @@
 """Every configuration key with its type, default, unit and meaning. Sections and names follow NeMo-RL."""
 
 from lora_rl.config.schema.base import Section
+from lora_rl.config.schema.data import AdditionConfig, DataConfig, ReasoningGymConfig, ReasoningGymTask, SFTConfig
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
 from lora_rl.config.schema.grpo import AsyncGRPOConfig, GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import MegatronConfig, OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
 from lora_rl.config.schema.run import (
     CheckpointingConfig,
     ClusterConfig,
-    DataConfig,
     LoggerConfig,
     RewardConfig,
     RunConfig,
 )
 
 __all__ = [
+    "AdditionConfig",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClusterConfig",
@@ -26,8 +27,11 @@ __all__ = [
     "OptimizerConfig",
     "PeftConfig",
     "PolicyConfig",
+    "ReasoningGymConfig",
+    "ReasoningGymTask",
     "RewardConfig",
     "RunConfig",
+    "SFTConfig",
     "SchedulerConfig",
     "Section",
     "VllmConfig",

@@ -1,51 +1,13 @@
 """The remaining sections, and `RunConfig`: the whole configuration of a run."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge, Le
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lora_rl.config.schema.base import Fraction, Precision, Section
+from lora_rl.config.schema.base import Precision, Section
+from lora_rl.config.schema.data import DataConfig, SFTConfig
 from lora_rl.config.schema.grpo import GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import PolicyConfig
-
-
-class AdditionConfig(Section):
-    """`data.addition`: prompts `a+b=` over all pairs of numbers with the given digits."""
-
-    digits: Annotated[int, Ge(1), Le(3)] = Field(2, description="Digits of both summands.")
-    held_out_pairs: PositiveInt = Field(810, description="Pairs kept for validation and never trained on.")
-    split_seed: NonNegativeInt = Field(0, description="Seed of the split into training and held-out pairs.")
-
-
-class DataConfig(Section):
-    """`data`: where prompts come from."""
-
-    task: Literal["addition"] | None = Field("addition", description="Built-in task.")
-    addition: AdditionConfig = Field(default_factory=AdditionConfig)
-    shuffle: bool = Field(True, description="Draw the prompts of each epoch in a new random order.")
-    seed: NonNegativeInt | None = Field(None, description="Seed of that order; null: grpo.seed.")
-
-
-class SFTConfig(Section):
-    """`sft`: what `run_sft.py` takes instead of `grpo`."""
-
-    train_path: str | None = Field(None, description="JSON lines with prompts and answers; null: the built-in task.")
-    val_path: str | None = Field(None, description="The same for validation; null: none, or the task's held-out part.")
-    prompt_key: str = Field("prompt", description="Key of the prompt in each line.")
-    answer_key: str = Field("answer", description="Key of the answer in each line.")
-    batch_size: PositiveInt = Field(64, description="Examples per step, which is one optimizer step.")
-    max_num_steps: PositiveInt = Field(200, description="Steps after which the run ends.")
-    max_num_epochs: PositiveInt | None = Field(
-        None, description="Passes over the examples after which the run ends, if earlier; null: no such limit."
-    )
-    val_period: NonNegativeInt = Field(20, description="Steps between validations; 0: none while training.")
-    train_all_weights: bool = Field(
-        False, description="Train every weight of the model instead of adapters; for small models in float32."
-    )
-    target_answer_probability: Fraction | None = Field(
-        None, description="val/answer_probability at which the run ends early; null: never."
-    )
 
 
 class RewardConfig(Section):
@@ -81,6 +43,7 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = Field(False, description="Log to MLflow.")
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     monitor_gpus: bool = Field(False, description="Log GPU utilisation and memory.")
+    log_rollouts: bool = Field(False, description="Write every completion of a training step to rollouts.jsonl.")
     num_val_samples_to_print: NonNegativeInt = Field(4, description="Completions shown after each validation.")
     sample_table_period: NonNegativeInt = Field(
         10, description="Steps between tables of training completions; 0: never."

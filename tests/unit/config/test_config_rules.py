@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from lora_rl.config import ConfigError, layout, load_config, rule_engine
+from lora_rl.config import ConfigError, layout, load_config, resolved_yaml, rule_engine
 from lora_rl.config.capabilities import CAPABILITIES
 from lora_rl.config.errors import show
 from lora_rl.config.keys import all_keys
@@ -20,6 +22,7 @@ VLLM = "policy.generation.vllm_cfg"
 SYNC = "policy.generation.weight_sync"
 COLOCATED = "policy.generation.colocated"
 OWN_GPUS = f"{COLOCATED}.resources.gpus_per_node"
+DATA = Path(__file__).parents[3] / "examples/data/sums.jsonl"
 CORRECTION = f"{LOSS}.use_importance_sampling_correction=true"
 
 # (overrides, key that is reported, part of the message, overrides that mend it)
@@ -118,7 +121,37 @@ CASES = [
         "is measured in validations, and sft.val_period is 0",
         "null",
     ),
-    (["sft.train_path=/nowhere"], "sft.train_path", "there is no such file; give a file of JSON lines", None),
+    (["sft.train_path=/nowhere"], "sft.train_path", "there is no such file; give a .jsonl or .parquet file", None),
+    ([f"sft.train_path={DATA}", "sft.val_path=/nowhere.jsonl"], "sft.val_path", "there is no such file", None),
+    (["data.task=null", "data.train_path=/no.jsonl"], "data.train_path", "there is no such file", DATA),
+    (["data.task=null", "data.train_path=/"], "data.train_path", "the folder has no state.json; give a", DATA),
+    (["data.task=null", f"data.train_path={__file__}"], "data.train_path", "a file of an unknown kind; give a", DATA),
+    (["data.task=null"], "data.train_path", "needed when data.task is null; give a .jsonl", None),
+    ([f"data.train_path={DATA}"], "data.train_path", "has no effect with data.task addition; set data.task to", None),
+    ([f"data.val_path={DATA}"], "data.val_path", "has no effect with data.task addition", None),
+    ([f"sft.val_path={DATA}"], "sft.val_path", "has no effect without sft.train_path", None),
+    (["data.validation_split=0.1"], "data.validation_split", "because of data.task addition, which holds prompts", 0),
+    (
+        ["data.task=null", f"data.train_path={DATA}", f"data.val_path={DATA}", "data.validation_split=0.1"],
+        "data.validation_split",
+        "has no effect because of a val_path; set it to 0",
+        0,
+    ),
+    (
+        ["data.task=null", f"data.train_path={DATA}", "data.drop_overlap=true"],
+        "data.drop_overlap",
+        "has no effect without a val_path",
+        "false",
+    ),
+    (["data.prompt_file=/no.txt"], "data.prompt_file", "there is no such file; give a text file, or null", None),
+    (
+        ["data.prompt_mode=chat", "data.system_prompt_file=/no.txt"],
+        "data.system_prompt_file",
+        "there is no such file; give a text file, or null",
+        DATA,
+    ),
+    ([f"data.system_prompt_file={DATA}"], "data.system_prompt_file", "raw prompts have no system message", None),
+    (["data.task=reasoning_gym"], "data.reasoning_gym.datasets", "name what to draw from, such as [chain_sum]", "[a]"),
     (
         ["checkpointing.checkpoint_must_save_by=4h"],
         "checkpointing.checkpoint_must_save_by",
@@ -328,7 +361,7 @@ def test_one_number_of_own_gpus_is_refused_once(refused):
 def test_unavailable_values_are_refused_with_a_remedy(refused, capability):
     key = all_keys()[capability.key]
     assert key.default in capability.works
-    others = {"true | false": str(not key.default).lower(), "int > 0": "2", "addition | null": "null"}
+    others = {"true | false": str(not key.default).lower(), "int > 0": "2"}
     for value in key.choices if len(key.choices) > 1 else [others[key.valid]]:
         if value in capability.works:
             continue
@@ -454,3 +487,51 @@ def test_schema_and_rule_violations_come_together(refused):
 
 def test_a_rule_is_silent_about_a_value_that_is_already_refused(refused):
     assert list(refused("grpo.max_num_steps=x", f"{SCHEDULER}.lr_warmup_iters=999")) == ["grpo.max_num_steps"]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem", "hints"),
+    [
+        (
+            "[{name: gcd, wieght: 2}]",
+            "entry 1 has the unknown key wieght; expected list of names or {name, ",
+            ("weight",),
+        ),
+        ("[gcd, {weight: 2}]", "entry 2 lacks name; expected list of names or {name, weight, config}", ()),
+        ("[gcd, {name: lcm, weight: 0}]", "entry 2: weight: input should be greater than 0", ()),
+        ("[gcd, {name: lcm, config: 3}]", "entry 2: config: input should be a valid dictionary", ()),
+        ("[[gcd]]", "expected list of names or {name, weight, config}; entry 1 is not", ()),
+        ("gcd", "expected list of names or {name, weight, config}", ()),
+    ],
+)
+def test_wrong_entries_of_a_list_are_named(refused, value, problem, hints):
+    (violation,) = refused("data.task=reasoning_gym", f"data.reasoning_gym.datasets={value}").values()
+    assert violation.key == "data.reasoning_gym.datasets"
+    assert violation.problem.startswith(problem)
+    assert violation.hints == hints
+
+
+def test_settings_of_a_procedural_task_get_their_types_and_survive_the_resolved_file(config_file, tmp_path):
+    entry = "{name: chain_sum, weight: 2, config: {max_terms: 3, allow_negation: true, rate: 1e-1, words: [a, '7b']}}"
+    config = load_config(config_file, ["data.task=reasoning_gym", f"data.reasoning_gym.datasets=[gcd, {entry}]"])
+    gcd, chain_sum = config.data.reasoning_gym.datasets
+    assert (gcd.name, gcd.weight, gcd.config) == ("gcd", 1.0, {})
+    assert chain_sum.config == {"max_terms": 3, "allow_negation": True, "rate": 0.1, "words": ["a", "7b"]}
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved_yaml(config))
+    assert load_config(again) == config
+
+
+def test_the_folder_of_several_splits_names_one(refused, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "saved" / split).mkdir(parents=True)
+        (tmp_path / "saved" / split / "state.json").write_text("{}")
+    violation = refused("data.task=null", f"data.train_path={tmp_path / 'saved'}")["data.train_path"]
+    assert "the folder holds several splits; name the folder of one" in violation.problem
+    assert violation.hints == tuple(str(tmp_path / "saved" / split) for split in ("test", "train"))
+    load_config(tmp_path / "run.yaml", ["data.task=null", f"data.train_path={tmp_path / 'saved/train'}"])
+
+
+def test_a_misspelt_file_gets_the_near_one(refused):
+    violation = refused("data.task=null", f"data.train_path={DATA.with_name('sum.jsonl')}")["data.train_path"]
+    assert violation.hints == (str(DATA),)

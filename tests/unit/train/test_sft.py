@@ -11,7 +11,6 @@ import torch
 
 from lora_rl.config import ConfigError, RunConfig, as_sft
 from lora_rl.data import Prompt, load_tokenizer
-from lora_rl.data.jsonl import jsonl_prompts
 from lora_rl.train.sft import example_batch, load_examples
 from tests.support.batches import make_batch, one_microbatch
 from tests.support.configs import tiny_config
@@ -19,8 +18,6 @@ from tests.support.hf import hf_logprobs, load_hf
 from tests.support.lab import new_rank
 from tests.support.ranks import run_ranks
 from tests.unit.conftest import BATCH_SEED, LAYOUTS
-
-GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
 def test_the_batch_holds_prompt_answer_and_end(models: dict[str, Path]) -> None:
@@ -120,24 +117,6 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (GOOD + "{", r"examples\.jsonl, line 2: not JSON"),
-        (GOOD + "[1]", r"line 2: a list; each line must be an object"),
-        (GOOD + '\n{"prompt": "2+2="}', r"line 3: no key 'answer'; it has 'prompt'"),
-        ('{"prompt": "", "answer": "2"}', r"line 1: prompt is ''; it must be a text that is not empty"),
-        ('{"prompt": "1+1=", "answer": 2}', r"line 1: answer is 2; it must be a text"),
-        (GOOD + GOOD, r"line 2: the same prompt and answer as line 1"),
-        ("\n", r"no examples in it"),
-    ],
-)
-def test_a_wrong_line_is_named(models: dict[str, Path], tmp_path: Path, text: str, message: str) -> None:
-    tokenizer = load_tokenizer(models["tied"])
-    with pytest.raises(ValueError, match=message):
-        jsonl_prompts(write(tmp_path, text), tokenizer, prompt_key="prompt", answer_key="answer")
-
-
 def test_files_with_other_keys(models: dict[str, Path], tmp_path: Path) -> None:
     path = write(tmp_path, '{"q": "é?", "a": "ja"}\n{"q": "b", "a": "c", "more": 1}\n')
     keys = [f"sft.train_path={path}", "sft.prompt_key=q", "sft.answer_key=a"]
@@ -145,12 +124,31 @@ def test_files_with_other_keys(models: dict[str, Path], tmp_path: Path) -> None:
     assert [(p.text, p.answer) for p in prompts.prompts] == [("é?", "ja"), ("b", "c")]
     assert held_out == []
     assert tokenizer.decode(prompts.prompts[0].token_ids) == "é?"
-    with pytest.raises(ValueError, match="2 held-out examples are also trained on"):
+    with pytest.raises(ValueError, match="2 of 2 training prompts are also in the validation data"):
         load_examples(as_sft(tiny_config(models["tied"], *keys, f"sft.val_path={path}")))
     keys += ["policy.max_total_sequence_length=5", "policy.generation.max_new_tokens=1"]
-    short = as_sft(tiny_config(models["tied"], *keys))
-    with pytest.raises(ValueError, match=r"has 6 tokens with its answer, more than .* = 5"):
-        load_examples(short)
+    short, warnings = as_sft(tiny_config(models["tied"], *keys)), []
+    _, prompts, _ = load_examples(short, warnings.append)
+    assert [p.text for p in prompts.prompts] == ["b"]
+    (warning,) = warnings
+    assert "1 of 2 prompts have more than 5 tokens" in warning and "the longest has 6" in warning
+
+
+def test_examples_come_from_the_source_of_data_too(models: dict[str, Path], tmp_path: Path) -> None:
+    path = write(tmp_path, "".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(40)))
+    config = as_sft(tiny_config(models["tied"], "data.task=null", f"data.train_path={path}"))
+    _, prompts, held_out = load_examples(config)
+    assert (len(prompts), held_out) == (40, [])
+    split = as_sft(tiny_config(models["tied"], f"sft.train_path={path}", "data.validation_split=0.3"))
+    _, prompts, held_out = load_examples(split)
+    assert len(prompts) + len(held_out) == 40 and held_out
+
+
+def test_examples_without_an_answer_are_refused(models: dict[str, Path]) -> None:
+    overrides = ["data.task=reasoning_gym", "data.reasoning_gym.datasets=[propositional_logic]"]
+    overrides += ["data.reasoning_gym.size=2", "data.reasoning_gym.val_size=1", "policy.max_total_sequence_length=512"]
+    with pytest.raises(ValueError, match=r"reasoning_gym/propositional_logic/\w+ has no answer to train on"):
+        load_examples(as_sft(tiny_config(models["tied"], *overrides)))
 
 
 def test_missing_files_are_refused_before_anything_starts(models: dict[str, Path]) -> None:
