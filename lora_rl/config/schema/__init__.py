@@ -4,12 +4,12 @@ from lora_rl.config.schema.base import Section
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
 from lora_rl.config.schema.grpo import AsyncGRPOConfig, GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import MegatronConfig, OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
+from lora_rl.config.schema.reward import RewardConfig, VerifierConfig
 from lora_rl.config.schema.run import (
     CheckpointingConfig,
     ClusterConfig,
     DataConfig,
     LoggerConfig,
-    RewardConfig,
     RunConfig,
 )
 
@@ -30,6 +30,7 @@ __all__ = [
     "RunConfig",
     "SchedulerConfig",
     "Section",
+    "VerifierConfig",
     "VllmConfig",
     "WeightSyncConfig",
 ]

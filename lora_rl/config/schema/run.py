@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from lora_rl.config.schema.base import Precision, Section
 from lora_rl.config.schema.grpo import GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import PolicyConfig
+from lora_rl.config.schema.reward import RewardConfig
 
 
 class AdditionConfig(Section):
@@ -40,12 +41,6 @@ class SFTConfig(Section):
         None, description="Passes over the examples after which the run ends, if earlier; null: no such limit."
     )
     val_period: NonNegativeInt = Field(20, description="Steps between validations; 0: none while training.")
-
-
-class RewardConfig(Section):
-    """`reward`: how completions are scored."""
-
-    name: Literal["exact_match"] = Field("exact_match", description="Verifier: 1 for the exact answer, else 0.")
 
 
 class WandbConfig(Section):
