@@ -58,6 +58,16 @@ def all_sections() -> dict[str, type[Section]]:
     return found
 
 
+def item_keys(path: str) -> dict[str, Key]:
+    """The keys of one item of a list of sections, by their names; empty if the key is no such list."""
+    *sections, name = path.split(".")
+    owner = all_sections().get(".".join(sections))
+    if owner is None or name not in owner.model_fields:
+        return {}
+    arguments = get_args(owner.model_fields[name].annotation)
+    return {key.path: key for key in _walk(arguments[0], "")} if arguments and _is_section(arguments[0]) else {}
+
+
 def nearest_keys(path: str, among: Iterable[str] | None = None, limit: int = 3) -> tuple[str, ...]:
     """Keys that `path` may have been meant to be, best first.
 
@@ -123,6 +133,8 @@ def _valid_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return " | ".join(arguments)
     if origin is list:
         return f"list of {_valid_text(arguments[0])}"
+    if _is_section(annotation):
+        return f"{{{', '.join(annotation.model_fields)}}}"
     name = {NoneType: "null", bool: "true | false", str: "text", float: "number"}.get(annotation, "int")
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [

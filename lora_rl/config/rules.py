@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
+from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -273,4 +274,5 @@ RULES: tuple[Rule, ...] = (
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,
     chat_template_exists,
+    *REWARD_RULES,
 )

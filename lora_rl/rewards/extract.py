@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import regex
@@ -54,13 +55,12 @@ def last_match(pattern: str, text: str) -> str | None:
     Raises:
         PatternTimeout: it took too long.
     """
+    found = regex.finditer(pattern, text, regex.DOTALL, timeout=PATTERN_TIMEOUT_S, concurrent=True)
     try:
-        last = None
-        for last in regex.finditer(pattern, text, regex.DOTALL, timeout=PATTERN_TIMEOUT_S, concurrent=True):
-            pass
+        last = deque(found, maxlen=1)
     except TimeoutError as error:
         raise PatternTimeout(pattern) from error
-    return None if last is None else last.group(1)
+    return last[0].group(1) if last else None
 
 
 def matches_whole(pattern: str, text: str) -> bool:

@@ -32,12 +32,20 @@ def load_function(path: str) -> Callable[..., Any]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise RewardError(f"reward function {path}: importing {place} failed: {type(error).__name__}: {error}") from error
+        raise RewardError(
+            f"reward function {path}: importing {place} failed: {type(error).__name__}: {error}"
+        ) from error
     try:
         function = functools.reduce(getattr, name.split("."), module)
     except AttributeError as error:
-        own = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise RewardError(f"reward function {path}: {place} has no {name}; it has {', '.join(own) or 'none'}") from error
+        own = sorted(
+            n
+            for n, v in vars(module).items()
+            if callable(v) and getattr(v, "__module__", None) == module.__name__ and not n.startswith("_")
+        )
+        raise RewardError(
+            f"reward function {path}: {place} has no {name}; it has {', '.join(own) or 'none'}"
+        ) from error
     if not callable(function):
         raise RewardError(f"reward function {path}: {name} is {type(function).__name__}, which cannot be called")
     return function

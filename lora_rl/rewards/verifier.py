@@ -127,7 +127,8 @@ def _comparison(config: VerifierConfig) -> tuple[_Compare, Callable[[ScoreReques
     if config.name == "math_verify":
         from lora_rl.rewards.math_expression import check_expression, match_expression
 
-        return _texts(match_expression, check_expression)
+        cut_out = (config.answer_from or "whole") != "whole"
+        return _texts(partial(match_expression, bare=cut_out), check_expression)
     if config.name == "numeric":
         from lora_rl.rewards.numeric import check_number, match_number
 

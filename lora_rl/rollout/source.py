@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from lora_rl.rewards import score_batch
+from lora_rl.rewards import Scorer, ScoreRequest
 from lora_rl.rollout.types import GenerationRequest, PromptGroup, Rollout, SamplingSettings, StopReason
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ class Generator:
         engines: who samples.
         tokenizer: turns completions into the text the verifier reads.
         seed: the run's seed; with the purpose, the step and the place in the batch it seeds every request.
+        scorer: scores; started, if its verifiers need that.
     """
 
     engines: EnginePool
     tokenizer: Tokenizer
     seed: int
+    scorer: Scorer = field(default_factory=Scorer)
 
     def rollouts(
         self, groups: Sequence[PromptGroup], per_prompt: int, sampling: SamplingSettings, *, purpose: str
@@ -56,15 +58,21 @@ class Generator:
         completions = self.engines.generate(requests, sampling)
         owners = [(group, sample) for group in groups for sample in range(per_prompt)]
         texts = [self.tokenizer.decode(c.token_ids) for c in completions]
-        rewards = score_batch(
-            texts,
-            [group.prompt.answer for group, _ in owners],
-            [c.stop_reason is not StopReason.STOP for c in completions],
-            end_token=self.tokenizer.eos_token,
+        scores = self.scorer.score(
+            [
+                ScoreRequest(
+                    completion=text.removesuffix(self.tokenizer.eos_token),
+                    answer=group.prompt.answer,
+                    truncated=completion.stop_reason is not StopReason.STOP,
+                    prompt=group.prompt.text,
+                    metadata=group.prompt.metadata,
+                )
+                for (group, _), completion, text in zip(owners, completions, texts, strict=True)
+            ]
         )
         return [
-            Rollout(group.group_id, sample, group.prompt, completion, text, reward.value, reward.reason.value)
-            for (group, sample), completion, text, reward in zip(owners, completions, texts, rewards, strict=True)
+            Rollout(g.group_id, sample, g.prompt, completion, text, score.value, score.reason.value, score.components)
+            for (g, sample), completion, text, score in zip(owners, completions, texts, scores, strict=True)
         ]
 
 

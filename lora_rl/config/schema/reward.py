@@ -69,7 +69,7 @@ class RewardConfig(VerifierConfig):
     """`reward`: how completions are scored."""
 
     additional: list[VerifierConfig] = Field(
-        default_factory=list,
+        [],
         description="Further verifiers, each a mapping of the keys above this one; the reward is the weighted sum of "
         "all. Accuracy and reasons are those of the first.",
     )
