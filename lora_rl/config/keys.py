@@ -27,7 +27,6 @@ class Key:
         description: one line, units included.
         choices: the valid words, if only certain words are valid.
         structured: whether the value is a list.
-        item_keys: the keys of an entry, if the value is a list of sections.
     """
 
     path: str
@@ -36,7 +35,6 @@ class Key:
     description: str
     choices: tuple[str, ...] = ()
     structured: bool = False
-    item_keys: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -58,6 +56,16 @@ def all_sections() -> dict[str, type[Section]]:
 
     visit(RunConfig, "")
     return found
+
+
+def item_keys(path: str) -> dict[str, Key]:
+    """The keys of one item of a list of sections, by their names; empty if the key is no such list."""
+    *sections, name = path.split(".")
+    owner = all_sections().get(".".join(sections))
+    if owner is None or name not in owner.model_fields:
+        return {}
+    arguments = get_args(owner.model_fields[name].annotation)
+    return {key.path: key for key in _walk(arguments[0], "")} if arguments and _is_section(arguments[0]) else {}
 
 
 def nearest_keys(path: str, among: Iterable[str] | None = None, limit: int = 3) -> tuple[str, ...]:
@@ -107,13 +115,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             description=field.description or "",
             choices=tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part)),
             structured=any(get_origin(part) is list for part in parts),
-            item_keys=tuple(name for part in parts for name in _item_keys(part)),
         )
-
-
-def _item_keys(annotation: Any) -> tuple[str, ...]:
-    items = get_args(annotation) if get_origin(annotation) is list else ()
-    return tuple(name for item in items if _is_section(item) for name in item.model_fields)
 
 
 def _union_parts(annotation: Any) -> tuple[Any, ...]:
@@ -130,8 +132,11 @@ def _valid_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return " | ".join(arguments)
     if origin is list:
-        keys = _item_keys(annotation)
-        return f"list of {f'names or {{{", ".join(keys)}}}' if keys else _valid_text(arguments[0])}"
+        return f"list of {_valid_text(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if _is_section(annotation):
+        return f"{{{', '.join(annotation.model_fields)}}}"
     name = {NoneType: "null", bool: "true | false", str: "text", float: "number"}.get(annotation, "int")
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from lora_rl.config.errors import NO_VALUE, ConfigError, Violation
-from lora_rl.config.keys import Key, all_keys, all_sections, nearest_choice
+from lora_rl.config.errors import ConfigError, Violation
+from lora_rl.config.keys import all_keys, all_sections, item_keys, nearest_choice, nearest_keys
 from lora_rl.config.model_files import resolve_path
 from lora_rl.config.overrides import apply_overrides, unknown_key
 from lora_rl.config.rule_engine import check_rules
@@ -114,37 +114,40 @@ def _validate(document: Document) -> tuple[RunConfig, list[Violation], frozenset
 
 
 def _schema_violation(path: str, detail: Any) -> Violation:
+    if (item := _item_violation(detail)) is not None:
+        return item
     key = all_keys().get(path)
     if key is None:
         names = ", ".join(all_sections()[path].model_fields)
         return Violation(path, f"this is a section; expected its keys ({names})", detail["input"])
-    if detail["type"] == "missing" and detail["loc"][-1] == path.rpartition(".")[2]:
+    if detail["type"] == "missing":
         return Violation(path, f"required, but not set. {key.description.rstrip('.')}")
-    inside = detail["loc"][len(path.split(".")) :]
-    if inside:
-        return _item_violation(key, inside, detail)
     near = nearest_choice(detail["input"], key.choices)
     return Violation(path, f"expected {key.valid}", detail["input"], near)
 
 
-def _item_violation(key: Key, inside: tuple[int | str, ...], detail: Any) -> Violation:
-    """What is wrong inside a list: with the entry, or with a key of it."""
-    names = [name for name in inside if isinstance(name, str)]
-    entry = f"entry {inside[0] + 1}" if isinstance(inside[0], int) else str(inside[0])
+def _item_violation(detail: Any) -> Violation | None:
+    """The violation for a key of an item in a list of sections, such as `reward.additional[0].weight`."""
+    location = detail["loc"]
+    place = next((at for at, part in enumerate(location) if isinstance(part, int)), len(location))
+    path, names = ".".join(location[:place]), location[place + 1 :]
+    keys = item_keys(path)
+    if not keys or place == len(location):
+        return None
+    where = ".".join((f"{path}[{location[place]}]", *map(str, names[:1])))
     if not names:
-        return Violation(key.path, f"expected {key.valid}; {entry} is not", detail["input"])
-    if detail["type"] == "extra_forbidden":
-        problem = f"{entry} has the unknown key {names[0]}; expected {key.valid}"
-        return Violation(key.path, problem, NO_VALUE, nearest_choice(names[0], key.item_keys))
+        return Violation(where, f"expected a mapping with the keys {', '.join(keys)}", detail["input"])
+    key = keys.get(names[0])
+    if key is None:
+        return Violation(where, "unknown key", detail["input"], nearest_keys(names[0], keys))
     if detail["type"] == "missing":
-        return Violation(key.path, f"{entry} lacks {names[0]}; expected {key.valid}")
-    return Violation(key.path, f"{entry}: {'.'.join(names)}: {detail['msg'].lower()}", detail["input"])
+        return Violation(where, f"required, but not set. {key.description.rstrip('.')}")
+    return Violation(where, f"expected {key.valid}", detail["input"], nearest_choice(detail["input"], key.choices))
 
 
 def _key_path(location: tuple[int | str, ...]) -> str:
-    """Dotted key of a pydantic error location; what lies inside a list is left off."""
-    names = list(itertools.takewhile(lambda part: isinstance(part, str), location))
-    return ".".join(names)
+    """Dotted key of a pydantic error location; an item of a list is the list."""
+    return ".".join(takewhile(lambda part: isinstance(part, str), location))
 
 
 def _take_out_unknown(tree: dict[str, Any], prefix: str, document: Document) -> Iterator[Violation]:
@@ -190,3 +193,15 @@ def _resolve_paths(document: Document, config_file: Path) -> None:
         if isinstance(node, dict) and isinstance(node.get(name), str):
             found = resolve_path(node[name], config_file)
             node[name] = node[name] if found is None else str(found)
+    _resolve_function_files(document.tree.get("reward"), config_file)
+
+
+def _resolve_function_files(section: Any, config_file: Path) -> None:
+    """The same for `file.py:name` of reward functions, in the section and in its list of further verifiers."""
+    if not isinstance(section, dict):
+        return
+    file, colon, name = str(section.get("function") or "").rpartition(":")
+    if file.endswith(".py") and (found := resolve_path(file, config_file)) is not None:
+        section["function"] = f"{found}{colon}{name}"
+    for item in section.get("additional") or [] if isinstance(section.get("additional"), list) else []:
+        _resolve_function_files(item, config_file)

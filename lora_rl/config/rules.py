@@ -9,6 +9,7 @@ from pathlib import Path
 from lora_rl.config.data_rules import DATA_RULES
 from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
+from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -310,4 +311,5 @@ RULES: tuple[Rule, ...] = (
     adapter_rank_divides,
     chat_template_exists,
     *DATA_RULES,
+    *REWARD_RULES,
 )

@@ -1,6 +1,7 @@
-"""Rewards: verifiers that turn a completion into a value and a reason, and fail closed."""
+"""Rewards: verifiers that turn a completion into a value and a reason, and fail closed. Start with `Scorer`."""
 
-from lora_rl.rewards.exact_match import exact_match, score_batch
-from lora_rl.rewards.types import RewardReason, RewardResult
+from lora_rl.rewards.exact_match import exact_match
+from lora_rl.rewards.scorer import Scorer
+from lora_rl.rewards.types import RewardError, RewardReason, RewardResult, Score, ScoreRequest
 
-__all__ = ["RewardReason", "RewardResult", "exact_match", "score_batch"]
+__all__ = ["RewardError", "RewardReason", "RewardResult", "Score", "ScoreRequest", "Scorer", "exact_match"]

@@ -1,12 +1,20 @@
-"""Exact match of a whole completion with an integer answer."""
+"""Exact match with an integer or a text."""
 
 import re
-from collections.abc import Sequence
 
-from lora_rl.rewards.types import RewardReason, RewardResult
+from lora_rl.rewards.types import RewardReason, RewardResult, failed, verdict
 
 # The one way to write each integer: ASCII digits, no leading zeros, no plus sign, no minus zero.
 _CANONICAL_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+
+
+def check_integer(answer: str) -> None:
+    """Raise ValueError when `answer` is not an integer in canonical form."""
+    if not _CANONICAL_INTEGER.fullmatch(answer):
+        raise ValueError(
+            f"exact_match: the answer {answer!r} is not an integer in canonical form, such as '42'; for other texts "
+            "set match: text"
+        )
 
 
 def exact_match(completion: str, answer: str, *, truncated: bool, end_token: str = "") -> RewardResult:
@@ -18,31 +26,26 @@ def exact_match(completion: str, answer: str, *, truncated: bool, end_token: str
 
     Raises ValueError when `answer` is not an integer in canonical form: that is a fault of the data.
     """
-    if not _CANONICAL_INTEGER.fullmatch(answer):
-        raise ValueError(f"exact_match: the answer {answer!r} is not an integer in canonical form, such as '42'")
+    check_integer(answer)
     if truncated:
-        return RewardResult(0.0, RewardReason.TRUNCATED)
+        return failed(RewardReason.TRUNCATED)
     text = completion.removesuffix(end_token)
     if text == answer:
-        return RewardResult(1.0, RewardReason.CORRECT)
-    if _CANONICAL_INTEGER.fullmatch(text):
-        return RewardResult(0.0, RewardReason.WRONG)
-    return RewardResult(0.0, RewardReason.UNPARSEABLE)
+        return verdict(True)
+    return verdict(False) if _CANONICAL_INTEGER.fullmatch(text) else failed(RewardReason.UNPARSEABLE)
 
 
-def score_batch(
-    completions: Sequence[str], answers: Sequence[str], truncated: Sequence[bool], *, end_token: str = ""
-) -> list[RewardResult]:
-    """`exact_match` for each of N completions; three sequences of length N, results in their order.
+def match_integer(text: str, answer: str) -> RewardResult:
+    """`exact_match` of an answer that was already extracted."""
+    return exact_match(text, answer, truncated=False)
 
-    Raises ValueError when the lengths differ.
-    """
-    if not len(completions) == len(answers) == len(truncated):
-        raise ValueError(
-            f"score_batch: {len(completions)} completions, {len(answers)} answers and {len(truncated)} "
-            "truncation flags; there must be one of each per completion"
-        )
-    return [
-        exact_match(completion, answer, truncated=cut, end_token=end_token)
-        for completion, answer, cut in zip(completions, answers, truncated, strict=True)
-    ]
+
+def check_text(answer: str) -> None:
+    """Raise ValueError for an empty answer, which an empty completion would match."""
+    if not answer:
+        raise ValueError("exact_match: the answer is empty")
+
+
+def match_text(text: str, answer: str) -> RewardResult:
+    """1.0 if the text is the answer, character by character; an empty text is unparseable."""
+    return verdict(text == answer) if text else failed(RewardReason.UNPARSEABLE)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lora_rl.rewards import score_batch
+from lora_rl.rewards import Scorer, ScoreRequest
 from lora_rl.rollout.queue import PromptQueue
 from lora_rl.rollout.seats import JobRefused
 from lora_rl.rollout.types import Completion, GenerationRequest, PromptGroup, Rollout, SamplingSettings, StopReason
@@ -58,11 +58,13 @@ class Generator:
         engines: who samples.
         tokenizer: turns completions into the text the verifier reads.
         seed: the run's seed; with the purpose, the group and the sample it seeds every request.
+        scorer: scores; started, if its verifiers need that.
     """
 
     engines: EnginePool
     tokenizer: Tokenizer
     seed: int
+    scorer: Scorer = field(default_factory=Scorer)
 
     def requests(self, group: PromptGroup, per_prompt: int, *, purpose: str) -> list[GenerationRequest]:
         """The requests of one group. Equal arguments give equal requests.
@@ -81,15 +83,21 @@ class Generator:
         """The rollouts of each group, with rewards."""
         flat = [(group, sample, c) for group, completions in answered for sample, c in enumerate(completions)]
         texts = [self.tokenizer.decode(c.token_ids) for _, _, c in flat]
-        rewards = score_batch(
-            texts,
-            [group.prompt.answer for group, _, _ in flat],
-            [c.stop_reason is not StopReason.STOP for _, _, c in flat],
-            end_token=self.tokenizer.eos_token,
+        scores = self.scorer.score(
+            [
+                ScoreRequest(
+                    completion=text.removesuffix(self.tokenizer.eos_token),
+                    answer=group.prompt.answer,
+                    truncated=completion.stop_reason is not StopReason.STOP,
+                    prompt=group.prompt.text,
+                    metadata=group.prompt.metadata,
+                )
+                for (group, _, completion), text in zip(flat, texts, strict=True)
+            ]
         )
         rollouts = iter(
-            Rollout(group.group_id, sample, group.prompt, completion, text, reward.value, reward.reason.value)
-            for (group, sample, completion), text, reward in zip(flat, texts, rewards, strict=True)
+            Rollout(g.group_id, sample, g.prompt, completion, text, score.value, score.reason.value, score.components)
+            for (g, sample, completion), text, score in zip(flat, texts, scores, strict=True)
         )
         return [[next(rollouts) for _ in completions] for _, completions in answered]
 

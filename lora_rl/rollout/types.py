@@ -10,14 +10,16 @@ train batch      the rollouts of one step as padded arrays, with advantages and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lora_rl.rewards import RewardReason
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lora_rl.data import Prompt
 
@@ -112,7 +114,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion together with the group it belongs to and the reward it earned."""
+    """One completion together with the group it belongs to and the reward it earned.
+
+    Attributes:
+        reward: weighted sum over the verifiers.
+        reason: why, by the first of them.
+        reward_components: value of each, before its weight.
+    """
 
     group_id: int
     sample_index: int
@@ -121,6 +129,12 @@ class Rollout:
     text: str
     reward: float
     reason: str
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first verifier took the answer for right; what accuracy counts."""
+        return self.reason == RewardReason.CORRECT
 
     @property
     def length(self) -> int:

@@ -68,15 +68,19 @@ def evaluate(
         WorkerError, SyncError: an engine failed, or does not hold the adapter.
     """
     from lora_rl.rollout.source import Generator, validation_groups, validation_sampling
-    from lora_rl.train.job import load_data
+    from lora_rl.train.job import load_data, start_scorer
 
     config, grpo = _merging(config), config.grpo
     tokenizer, _, held_out = load_data(config, console.warn)
     prompts = held_out[: grpo.max_val_samples]
     if not prompts:
         raise ValueError("there are no held-out prompts to evaluate on: set data.val_path or data.validation_split")
-    with _engines(config, layout, console, out / "logs", adapter) as engines:
-        generator = Generator(engines, tokenizer, grpo.seed)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    with (
+        start_scorer(config, console, out / "logs", prompts) as scorer,
+        _engines(config, layout, console, out / "logs", adapter) as engines,
+    ):
+        generator = Generator(engines, tokenizer, grpo.seed, scorer)
         rollouts: list[Rollout] = []
         for first in range(0, len(prompts), grpo.val_batch_size):
             part = validation_groups(prompts)[first : first + grpo.val_batch_size]
@@ -106,15 +110,16 @@ def summarise(rollouts: Sequence[Rollout], per_prompt: int, ks: Sequence[int]) -
 
     Args:
         rollouts: `per_prompt` of each prompt, prompt by prompt.
-        ks: of pass@k; a completion counts as right when its reward is 1.
+        ks: of pass@k; a completion counts as right when the first verifier says so.
     """
-    right = [r.reward >= 1.0 for r in rollouts]
+    right = [r.is_right for r in rollouts]
     by_prompt = [sum(right[i : i + per_prompt]) for i in range(0, len(right), per_prompt)]
     reasons = Counter(r.reason for r in rollouts)
     return {
         "prompts": len(by_prompt),
         "completions_per_prompt": per_prompt,
-        "accuracy": sum(r.reward for r in rollouts) / len(rollouts),
+        "accuracy": sum(right) / len(rollouts),
+        "reward": sum(r.reward for r in rollouts) / len(rollouts),
         **{f"pass@{k}": sum(pass_at_k(per_prompt, c, k) for c in by_prompt) / len(by_prompt) for k in ks},
         "response_length": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),
         "reasons": {reason: count / len(rollouts) for reason, count in sorted(reasons.items())},
@@ -131,6 +136,7 @@ def describe(rollout: Rollout) -> dict[str, Any]:
         "expected": rollout.prompt.answer,
         "reward": rollout.reward,
         "reason": rollout.reason,
+        "reward_components": dict(rollout.reward_components),
         "stop_reason": rollout.completion.stop_reason.value,
         "tokens": len(rollout.completion.token_ids),
         "logprob": sum(rollout.completion.logprobs),

@@ -329,7 +329,8 @@ def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, 
     if not rollouts:
         raise ValueError(f"none of the {left_out} validation prompts can be generated from: {refused[0][1]}")
     metrics = {
-        "val/accuracy": sum(r.reward for r in rollouts) / len(rollouts),
+        "val/accuracy": sum(r.is_right for r in rollouts) / len(rollouts),
+        "val/reward": sum(r.reward for r in rollouts) / len(rollouts),
         "val/samples": len(rollouts),
         "val/left_out_prompts": left_out,
         "val/response_length": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),
@@ -347,6 +348,10 @@ def rollout_metrics(rollouts: Sequence[Rollout], advantages: GroupAdvantages) ->
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([len(r.completion.token_ids) for r in rollouts])
     reasons = Counter(r.reason for r in rollouts)
+    components: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_components.items():
+            components.setdefault(name, []).append(value)
     truncated = sum(r.completion.stop_reason == "length" for r in rollouts)
     return {
         "train/reward": float(rewards.mean()),
@@ -355,6 +360,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], advantages: GroupAdvantages) ->
         "train/truncated_share": truncated / len(rollouts),
         "train/zero_variance_share": advantages.num_zero_variance_groups / advantages.num_groups,
         **{f"reward/{reason}": count / len(rollouts) for reason, count in sorted(reasons.items())},
+        **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(components.items())},
     }
 
 

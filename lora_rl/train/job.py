@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from lora_rl.cluster.placement import place
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
 from lora_rl.data import PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
+from lora_rl.rewards import Scorer
 from lora_rl.rollout.queue import PromptQueue
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def start_job(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        scorer = stack.enter_context(start_scorer(config, console, logs, [*prompts.prompts, *held_out]))
         with console.startup("Ray"):
             # Every actor takes one logical CPU; a local cluster has exactly as many.
             session = ray_session(
@@ -219,7 +221,7 @@ def start_job(
                 enabled=together,
                 timeout_s=config.cluster.step_timeout_s,
             ),
-            generator=Generator(engines, tokenizer, config.grpo.seed),
+            generator=Generator(engines, tokenizer, config.grpo.seed, scorer),
             prompts=queue,
             held_out=held_out,
             probes=probes,
@@ -227,6 +229,31 @@ def start_job(
             identity=same or {},
             facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
         )
+
+
+def start_scorer(config: RunConfig, console: Console, logs: Path, prompts: Sequence[Prompt]) -> Scorer:
+    """A scorer whose workers are ready, after a check that it can use the answers of all prompts.
+
+    Raises:
+        RewardError: a worker could not be started, or naming the prompt whose answer cannot be used.
+    """
+    scorer = Scorer(
+        config.reward, startup_timeout_s=config.cluster.startup_timeout_s, log_file=logs / "reward-workers.log"
+    )
+    if not scorer.needs_workers:
+        scorer.check(prompts)
+        return scorer
+    try:
+        with console.startup("reward workers") as task:
+            task.update("importing verifiers")
+            scorer.start()
+            scorer.wait_ready()
+            task.update("checking answers")
+            scorer.check(prompts)
+    except BaseException:
+        scorer.close()
+        raise
+    return scorer
 
 
 def start_adapter(config: RunConfig) -> PeftAdapter | None:

@@ -5,11 +5,11 @@ from lora_rl.config.schema.data import AdditionConfig, DataConfig, ReasoningGymC
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
 from lora_rl.config.schema.grpo import AsyncGRPOConfig, GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import MegatronConfig, OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
+from lora_rl.config.schema.reward import RewardConfig, VerifierConfig
 from lora_rl.config.schema.run import (
     CheckpointingConfig,
     ClusterConfig,
     LoggerConfig,
-    RewardConfig,
     RunConfig,
 )
 
@@ -34,6 +34,7 @@ __all__ = [
     "SFTConfig",
     "SchedulerConfig",
     "Section",
+    "VerifierConfig",
     "VllmConfig",
     "WeightSyncConfig",
 ]

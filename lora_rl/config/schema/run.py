@@ -8,12 +8,7 @@ from lora_rl.config.schema.base import Precision, Section
 from lora_rl.config.schema.data import DataConfig, SFTConfig
 from lora_rl.config.schema.grpo import GRPOConfig, LossConfig
 from lora_rl.config.schema.policy import PolicyConfig
-
-
-class RewardConfig(Section):
-    """`reward`: how completions are scored."""
-
-    name: Literal["exact_match"] = Field("exact_match", description="Verifier: 1 for the exact answer, else 0.")
+from lora_rl.config.schema.reward import RewardConfig
 
 
 class WandbConfig(Section):

@@ -262,6 +262,66 @@ CASES = [
         99,
     ),
     (["policy.tokenizer.chat_template=no.jinja"], "policy.tokenizer.chat_template", "no such file", None),
+    # rewards
+    (["reward.atol=1"], "reward.atol", "reward.name is exact_match, which has no such option (numeric has)", None),
+    (["reward.name=numeric", "reward.match=text"], "reward.match", "(exact_match has); leave it null", None),
+    (["reward.name=format"], "reward.pattern", "needed when reward.name is format; such as <think>", "a*"),
+    (
+        ["reward.name=function"],
+        "reward.function",
+        "needed when reward.name is function; such as rewards.py:length_penalty",
+        "lora_rl.rewards.exact_match:exact_match",
+    ),
+    (
+        ["reward.additional=[{name: format, atol: 1, pattern: a}]"],
+        "reward.additional[0].atol",
+        "reward.additional[0].name is format, which has no such option",
+        None,
+    ),
+    (["reward.answer_from=regex"], "reward.answer_pattern", "needed when reward.answer_from is regex", "(a)"),
+    (["reward.answer_from=marker"], "reward.answer_marker", "needed when reward.answer_from is marker", "a"),
+    (["reward.answer_marker=a"], "reward.answer_marker", "no effect unless reward.answer_from is marker", None),
+    (["reward.answer_from=regex", "reward.answer_pattern=(a"], "reward.answer_pattern", "missing )", "(a)"),
+    (["reward.answer_from=regex", "reward.answer_pattern=a"], "reward.answer_pattern", "but has 0; such as", "(a)"),
+    (["reward.name=format", "reward.pattern=["], "reward.pattern", "not a regular expression", "[a]"),
+    (
+        ["reward.additional=[{name: exact_match}]"],
+        "reward.additional[0].label",
+        "another verifier is called exact_match already; give this one a label",
+        None,
+    ),
+    (["reward.label=wrong"], "reward.label", "the share of completions with this reason is called so", "right"),
+    (
+        ["reward.name=function", "reward.function=f"],
+        "reward.function",
+        "expected module:name or file:name",
+        "lora_rl.rewards.exact_match:exact_match",
+    ),
+    (
+        ["reward.name=function", "reward.function=no_such.module:f"],
+        "reward.function",
+        "there is no module no_such here or in the environment; name one that can be imported, or a file",
+        "lora_rl.rewards.exact_match:exact_match",
+    ),
+    (
+        ["reward.name=function", "reward.function=lora_rl.rewards.no_such:f"],
+        "reward.function",
+        "there is no module no_such in lora_rl.rewards",
+        "lora_rl.rewards.exact_match:exact_match",
+    ),
+    (
+        ["reward.name=function", "reward.function=lora_rl.rewards.exact_match:exact_mach"],
+        "reward.function",
+        "exact_match.py defines no exact_mach; it has [check_integer, check_text, exact_match, match_integer, "
+        "match_text]; did you mean exact_match?",
+        "lora_rl.rewards.exact_match:exact_match",
+    ),
+    (
+        ["reward.name=function", "reward.function=/nowhere/own.py:f"],
+        "reward.function",
+        "/nowhere/own.py cannot be read: No such file or directory",
+        "lora_rl.rewards.exact_match:exact_match",
+    ),
     # rules that read the model
     (
         ["policy.megatron_cfg.tensor_model_parallel_size=4"],
@@ -490,23 +550,19 @@ def test_a_rule_is_silent_about_a_value_that_is_already_refused(refused):
 
 
 @pytest.mark.parametrize(
-    ("value", "problem", "hints"),
+    ("value", "key", "problem", "hints"),
     [
-        (
-            "[{name: gcd, wieght: 2}]",
-            "entry 1 has the unknown key wieght; expected list of names or {name, ",
-            ("weight",),
-        ),
-        ("[gcd, {weight: 2}]", "entry 2 lacks name; expected list of names or {name, weight, config}", ()),
-        ("[gcd, {name: lcm, weight: 0}]", "entry 2: weight: input should be greater than 0", ()),
-        ("[gcd, {name: lcm, config: 3}]", "entry 2: config: input should be a valid dictionary", ()),
-        ("[[gcd]]", "expected list of names or {name, weight, config}; entry 1 is not", ()),
-        ("gcd", "expected list of names or {name, weight, config}", ()),
+        ("[{name: gcd, wieght: 2}]", "[0].wieght", "unknown key", ("weight",)),
+        ("[gcd, {weight: 2}]", "[1].name", "required, but not set. Name of the procedural dataset", ()),
+        ("[gcd, {name: lcm, weight: 0}]", "[1].weight", "expected number > 0", ()),
+        ("[gcd, {name: lcm, config: 3}]", "[1].config", "expected mapping", ()),
+        ("[[gcd]]", "[0]", "expected a mapping with the keys name, weight, config", ()),
+        ("gcd", "", "expected list of {name, weight, config}", ()),
     ],
 )
-def test_wrong_entries_of_a_list_are_named(refused, value, problem, hints):
+def test_wrong_entries_of_a_list_are_named(refused, value, key, problem, hints):
     (violation,) = refused("data.task=reasoning_gym", f"data.reasoning_gym.datasets={value}").values()
-    assert violation.key == "data.reasoning_gym.datasets"
+    assert violation.key == f"data.reasoning_gym.datasets{key}"
     assert violation.problem.startswith(problem)
     assert violation.hints == hints
 

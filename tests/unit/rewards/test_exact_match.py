@@ -1,6 +1,7 @@
 import pytest
 
-from lora_rl.rewards import RewardReason, RewardResult, exact_match, score_batch
+from lora_rl.rewards import RewardReason, RewardResult, exact_match
+from lora_rl.rewards.exact_match import check_text, match_text
 
 END = "<|end|>"
 
@@ -58,18 +59,23 @@ def test_every_canonical_integer_is_a_valid_answer(answer):
     assert exact_match(answer, answer, truncated=False).value == 1.0
 
 
-def test_batch_keeps_the_order():
-    results = score_batch(["1", "2", "3"], ["1", "3", "3"], [False, False, True], end_token=END)
-    assert [result.reason for result in results] == ["correct", "wrong", "truncated"]
+@pytest.mark.parametrize(
+    ("text", "reason"), [("Paris", "correct"), ("paris", "wrong"), ("Paris ", "wrong"), ("", "unparseable")]
+)
+def test_texts(text, reason):
+    assert match_text(text, "Paris").reason == reason
 
 
-def test_batch_of_unequal_lengths():
-    with pytest.raises(ValueError, match="2 completions, 1 answers and 2 truncation flags"):
-        score_batch(["1", "2"], ["1"], [False, False])
+def test_an_empty_text_is_no_answer():
+    with pytest.raises(ValueError, match="empty"):
+        check_text("")
 
 
-@pytest.mark.parametrize("reason", [reason for reason in RewardReason if reason is not RewardReason.CORRECT])
+POSITIVE = (RewardReason.CORRECT, RewardReason.PARTIAL)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in RewardReason if reason not in POSITIVE])
 @pytest.mark.parametrize("value", [0.5, float("nan")])
-def test_no_reason_but_correct_can_carry_a_positive_value(reason, value):
+def test_only_correct_and_partial_can_carry_a_positive_value(reason, value):
     with pytest.raises(ValueError, match=reason.value):
         RewardResult(value, reason)
