@@ -36,6 +36,7 @@ _MEGATRON = "policy.megatron_cfg"
 _GENERATION = "policy.generation"
 
 CAPABILITIES = (
+    Capability("grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus"), "a reward of several components"),
     Capability("grpo.async_grpo.enabled", (False,), "generating while training"),
     Capability(f"{_MEGATRON}.enabled", (True,), "any trainer but Megatron-Core"),
     Capability(f"{_MEGATRON}.context_parallel_size", (1,), "context parallelism"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lora_rl.config.algorithm_rules import ALGORITHM_RULES
 from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.schema import RunConfig
@@ -19,8 +20,8 @@ Rule = Callable[[RunConfig], Iterator[Violation]]
 
 def group_needs_two(config: RunConfig) -> Iterator[Violation]:
     """Every advantage is measured against the group's mean, which is the completion itself in a group of one."""
-    size = config.grpo.num_generations_per_prompt
-    if size < 2:
+    size, estimator = config.grpo.num_generations_per_prompt, config.grpo.adv_estimator
+    if size < 2 and (estimator.name != "reinforce_plus_plus" or estimator.minus_baseline):
         problem = "a group baseline needs at least 2 completions per prompt, or every advantage is 0; use 8, say"
         yield Violation("grpo.num_generations_per_prompt", problem, size)
 
@@ -273,4 +274,5 @@ RULES: tuple[Rule, ...] = (
     adapter_rank_divides,
     held_out_pairs_leave_training_pairs,
     chat_template_exists,
+    *ALGORITHM_RULES,
 )

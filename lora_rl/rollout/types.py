@@ -10,7 +10,7 @@ train batch      the rollouts of one step as padded arrays, with advantages and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -93,7 +93,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion together with the group it belongs to and the reward it earned."""
+    """One completion together with the group it belongs to and the reward it earned.
+
+    Attributes:
+        reward: what the verifier gave, before any shaping.
+        reward_components: its parts by name, where the verifier has several; empty otherwise.
+    """
 
     group_id: int
     sample_index: int
@@ -102,6 +107,7 @@ class Rollout:
     text: str
     reward: float
     reason: str
+    reward_components: dict[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:

@@ -2,7 +2,7 @@
 
 from lora_rl.config.schema.base import Section
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
-from lora_rl.config.schema.grpo import AsyncGRPOConfig, GRPOConfig, LossConfig
+from lora_rl.config.schema.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, LossConfig, RewardShapingConfig
 from lora_rl.config.schema.policy import MegatronConfig, OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
 from lora_rl.config.schema.run import (
     CheckpointingConfig,
@@ -14,6 +14,7 @@ from lora_rl.config.schema.run import (
 )
 
 __all__ = [
+    "AdvEstimatorConfig",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClusterConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "PeftConfig",
     "PolicyConfig",
     "RewardConfig",
+    "RewardShapingConfig",
     "RunConfig",
     "SchedulerConfig",
     "Section",
