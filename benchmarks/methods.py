@@ -27,11 +27,11 @@ CORRECTION = ("loss_fn.use_importance_sampling_correction=true",)
 # name: (configuration file, overrides)
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo": ("grpo_tiny_cpu.yaml", ()),
-    "grpo, sequence mean": ("grpo_tiny_cpu.yaml", ("loss_fn.token_level_loss=false",)),
+    "grpo_sequence_mean": ("grpo_tiny_cpu.yaml", ("loss_fn.token_level_loss=false",)),
     "dr_grpo": ("dr_grpo_tiny_cpu.yaml", ()),
     "rloo": ("rloo_tiny_cpu.yaml", ()),
-    "reinforce++, baseline": ("reinforce_pp_tiny_cpu.yaml", ()),
-    "reinforce++": (
+    "reinforce_pp": ("reinforce_pp_tiny_cpu.yaml", ()),
+    "reinforce_pp_no_baseline": (
         "reinforce_pp_tiny_cpu.yaml",
         ("grpo.adv_estimator.minus_baseline=false", "grpo.drop_zero_variance_groups=false"),
     ),
@@ -39,13 +39,13 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gspo": ("gspo_tiny_cpu.yaml", ()),
     "cispo": ("cispo_tiny_cpu.yaml", ()),
     "sapo": ("sapo_tiny_cpu.yaml", ()),
-    "dual clip": ("grpo_tiny_cpu.yaml", ("loss_fn.ratio_clip_c=3.0",)),
-    "kl k2": (
+    "dual_clip": ("grpo_tiny_cpu.yaml", ("loss_fn.ratio_clip_c=3.0",)),
+    "kl_k2": (
         "grpo_tiny_cpu.yaml",
         ("loss_fn.reference_policy_kl_penalty=0.01", "loss_fn.reference_policy_kl_type=k2"),
     ),
-    "kl k3": ("grpo_tiny_cpu.yaml", ("loss_fn.reference_policy_kl_penalty=0.01",)),
-    "kl in reward": (
+    "kl_k3": ("grpo_tiny_cpu.yaml", ("loss_fn.reference_policy_kl_penalty=0.01",)),
+    "kl_in_reward": (
         "grpo_tiny_cpu.yaml",
         (
             "loss_fn.reference_policy_kl_penalty=0.01",
@@ -56,7 +56,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tis": ("grpo_tiny_cpu.yaml", CORRECTION),
     "icepop": ("grpo_tiny_cpu.yaml", (*CORRECTION, "loss_fn.importance_sampling_type=icepop")),
     "seq_mask": ("grpo_tiny_cpu.yaml", (*CORRECTION, "loss_fn.importance_sampling_type=seq_mask")),
-    "overlong filtering": ("grpo_tiny_cpu.yaml", ("grpo.overlong_filtering=true",)),
+    "overlong_filtering": ("grpo_tiny_cpu.yaml", ("grpo.overlong_filtering=true",)),
 }
 WINDOW = 5
 
@@ -73,7 +73,9 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
     parser.add_argument("overrides", nargs="*", help="further key=value of every run")
     arguments = parser.parse_args()
-    names, seeds = split_names(arguments.methods), [int(seed) for seed in arguments.seeds.split(",")]
+    names, seeds = arguments.methods.split(","), [int(seed) for seed in arguments.seeds.split(",")]
+    if unknown := [name for name in names if name not in METHODS]:
+        parser.error(f"--methods: {', '.join(unknown)}; there are: {', '.join(METHODS)}")
     failed = []
     for name in names if not arguments.table else ():
         for seed in seeds:
@@ -86,21 +88,9 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def split_names(text: str) -> list[str]:
-    """Names of METHODS; some contain a comma, so the longest that fits is taken."""
-    names, rest = [], text
-    while rest:
-        fitting = [n for n in METHODS if rest == n or rest.startswith(f"{n},")]
-        if not fitting:
-            sys.exit(f"--methods: no method at {rest!r}; there are: {'; '.join(METHODS)}")
-        names.append(max(fitting, key=len))
-        rest = rest[len(names[-1]) + 1 :]
-    return names
-
-
 def run_folder(out: Path, name: str, seed: int) -> Path:
     """Where a run keeps its records."""
-    return out / f"{name.replace(', ', '_').replace(' ', '_').replace('++', '_pp')}-{seed}"
+    return out / f"{name}-{seed}"
 
 
 def records_of(folder: Path, steps: int) -> list[dict[str, Any]] | None:
