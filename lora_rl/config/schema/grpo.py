@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lora_rl.config.schema.base import Section
@@ -112,7 +112,7 @@ class LossConfig(Section):
         False,
         description="Subtract penalty x KL, summed over the completion, from the reward; false: add it to the loss.",
     )
-    kl_input_clamp_value: PositiveFloat = Field(
+    kl_input_clamp_value: Annotated[float, Gt(0), Le(80)] = Field(
         20.0, description="Bound on |log reference - log policy| before it is exponentiated, in nats."
     )
     ratio_clip_min: Annotated[float, Ge(0), Le(1)] = Field(
