@@ -61,12 +61,10 @@ def learning_signal(rollouts: Sequence[Rollout], config: RunConfig, policy: Poli
     """
     import torch
 
-    from lora_rl.algorithm import zero_variance_samples
-
     refuse_non_finite(rollouts)
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
     ids = torch.tensor([r.group_id for r in rollouts])
-    flat = zero_variance_samples(rewards, ids)
+    flat = zero_variance(rollouts, rewards, ids, config)
     groups, flat_groups = len(ids.unique()), len(ids[flat].unique())
 
     # Members of these groups count in the statistics; of those, the ones below are trained on.
@@ -100,21 +98,50 @@ def learning_signal(rollouts: Sequence[Rollout], config: RunConfig, policy: Poli
     advantages = advantages_of(rollouts, shaped, ids, trained, config)
     kept = trained.nonzero().flatten().tolist()
     if not advantages[kept].any():
-        return LearningSignal([], [], groups, flat_groups, "every group's rewards were equal", metrics)
+        reason = "every group's rewards were equal" if flat.all() else "every advantage was 0"
+        return LearningSignal([], [], groups, flat_groups, reason, metrics)
     values = advantages[kept].tolist()
     return LearningSignal([rollouts[i] for i in kept], values, groups, flat_groups, "", metrics, old_logprobs)
 
 
 def refuse_non_finite(rollouts: Sequence[Rollout]) -> None:
     """Raise ValueError when a verifier gave NaN or an infinity: one such reward would poison its whole group."""
-    bad = [r for r in rollouts if not math.isfinite(r.reward)]
-    if bad:
-        first = bad[0]
-        raise ValueError(
-            f"the reward of rollout {first.sample_index} of group {first.group_id} (prompt {first.prompt.id}) is "
-            f"{first.reward}, with reason {first.reason!r}; {len(bad)} of {len(rollouts)} rewards are not finite. A "
-            "verifier must return a finite number, 0.0 for an answer it cannot judge"
-        )
+    for rollout in rollouts:
+        values = {"reward": rollout.reward} | {f"reward component {n}": v for n, v in rollout.reward_components.items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"the {name} of rollout {rollout.sample_index} of group {rollout.group_id} (prompt "
+                    f"{rollout.prompt.id}) is {value}, with reason {rollout.reason!r}. A verifier must return a finite "
+                    "number, 0.0 for an answer it cannot judge"
+                )
+
+
+def zero_variance(rollouts: Sequence[Rollout], rewards: Tensor, ids: Tensor, config: RunConfig) -> Tensor:
+    """[B] bool, True in groups that teach nothing: equal rewards, for GDPO in every component."""
+    import torch
+
+    from lora_rl.algorithm import zero_variance_samples
+
+    if config.grpo.adv_estimator.name != "gdpo":
+        return zero_variance_samples(rewards, ids)
+    parts = [zero_variance_samples(part, ids) for part in components_of(rollouts).values()]
+    # Without components there is nothing to judge by; the estimator says so.
+    return torch.stack(parts).all(dim=0) if parts else torch.zeros_like(ids, dtype=torch.bool)
+
+
+def components_of(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """name -> [B] fp32. Raises ValueError when a rollout lacks a component that another has."""
+    import torch
+
+    names = sorted({name for r in rollouts for name in r.reward_components})
+    for r in rollouts:
+        if missing := [name for name in names if name not in r.reward_components]:
+            raise ValueError(
+                f"rollout {r.sample_index} of group {r.group_id} has no reward component {missing[0]!r}, which others "
+                "have; a verifier must give every component, 0.0 where it does not apply"
+            )
+    return {n: torch.tensor([r.reward_components[n] for r in rollouts], dtype=torch.float32) for n in names}
 
 
 def advantages_of(
@@ -136,10 +163,7 @@ def advantages_of(
         tokens = torch.tensor([len(r.completion.token_ids) for r in rollouts]) * trained
         return reinforce_plus_plus_advantages(rewards, ids, tokens, minus_baseline=grpo.adv_estimator.minus_baseline)
     if grpo.adv_estimator.name == "gdpo":
-        names = sorted({name for r in rollouts for name in r.reward_components})
-        # A component that a rollout lacks is NaN, and refused with its name.
-        components = {n: torch.tensor([r.reward_components.get(n, math.nan) for r in rollouts]) for n in names}
-        return gdpo_advantages(components, ids, trained, **options)
+        return gdpo_advantages(components_of(rollouts), ids, trained, **options)
     return group_advantages(rewards, ids, **options).advantages
 
 

@@ -121,26 +121,58 @@ def test_without_a_baseline_groups_of_equal_rewards_and_groups_of_one_teach(make
     assert (equal.kept, equal.reason) == ([], "every group's rewards were equal")
 
 
-def test_gdpo_takes_the_components_of_the_reward(config: RunConfig) -> None:
-    estimator = config.grpo.adv_estimator.model_copy(update={"name": "gdpo"})
-    gdpo = with_grpo(config, adv_estimator=estimator)
-    parts = [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
-    rollouts = [
-        replace(r, reward_components={"correct": c, "format": f})
-        for r, (c, f) in zip(group(0, (1, 1, 1, 0)), parts, strict=True)
+def with_gdpo(config: RunConfig) -> RunConfig:
+    return with_grpo(config, adv_estimator=config.grpo.adv_estimator.model_copy(update={"name": "gdpo"}))
+
+
+def in_parts(rollouts: Sequence[Rollout], parts: Sequence[tuple[float, float]]) -> list[Rollout]:
+    """The same rollouts with rewards of two components."""
+    return [
+        replace(r, reward=c + f, reward_components={"correct": c, "format": f})
+        for r, (c, f) in zip(rollouts, parts, strict=True)
     ]
-    advantages = signal_of(rollouts, gdpo).advantages
+
+
+def test_gdpo_takes_the_components_of_the_reward(config: RunConfig) -> None:
+    rollouts = in_parts(group(0, (1, 1, 1, 0)), [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 0.0)])
+    advantages = signal_of(rollouts, with_gdpo(config)).advantages
     assert advantages[0] > advantages[1] + 0.1
-    rollouts[2] = replace(rollouts[2], reward_components={"correct": 0.0})
-    with pytest.raises(ValueError, match=r"reward component 'format': rewards\[2\] = nan"):
-        signal_of(rollouts, gdpo)
+
+
+def test_gdpo_judges_groups_by_their_components(config: RunConfig) -> None:
+    # Group 0 earns 1 each time, but not with the same component; group 1 earns the same of each.
+    rollouts = in_parts(
+        [*group(0, (1, 1, 1)), *group(1, (1, 1))], [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0)]
+    )
+    signal = signal_of(rollouts, with_grpo(with_gdpo(config), normalize_rewards=False, use_leave_one_out_baseline=True))
+    assert signal.num_zero_variance_groups == 1
+    # Their sum is the same all the same, unless the components are of different spread.
+    assert (signal.kept, signal.reason) == ([], "every advantage was 0")
+    rollouts += in_parts(group(2, (1, 1, 0)), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+    assert {r.group_id for r in signal_of(rollouts, with_gdpo(config)).kept} == {0, 2}
+
+
+def test_gdpo_refuses_components_that_are_missing_or_no_number(config: RunConfig) -> None:
+    rollouts = in_parts(group(4, (1, 1)), [(1.0, 0.0), (0.0, 1.0)])
+    lacking = [rollouts[0], replace(rollouts[1], reward_components={"correct": 0.0})]
+    with pytest.raises(ValueError, match="rollout 1 of group 4 has no reward component 'format', which others have"):
+        signal_of(lacking, with_gdpo(config))
+    no_number = [rollouts[0], replace(rollouts[1], reward_components={"correct": 0.0, "format": math.nan})]
+    with pytest.raises(ValueError, match=r"the reward component format of rollout 1 of group 4 .* is nan"):
+        signal_of(no_number, with_gdpo(config))
     with pytest.raises(ValueError, match="at least 2 reward components, got 0"):
-        signal_of(group(0, (1, 0)), gdpo)
+        signal_of(group(0, (1, 0)), with_gdpo(config))
+
+
+def test_advantages_that_are_all_0_are_told_from_equal_rewards(make: Any) -> None:
+    config = make("grpo.overlong_filtering=true", "grpo.normalize_rewards=false")
+    signal = signal_of(group(0, (0, 0.5, 1), cut=(0, 2)), config)
+    assert (signal.kept, signal.reason) == ([], "every advantage was 0")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_ends_the_step_naming_the_rollout(config: RunConfig, bad: float) -> None:
-    with pytest.raises(ValueError, match=r"rollout 1 of group 3 \(prompt p3\) is (nan|inf).*1 of 3 rewards"):
+    with pytest.raises(ValueError, match=r"the reward of rollout 1 of group 3 \(prompt p3\) is (nan|inf)"):
         signal_of(group(3, (1, bad, 0)), config)
 
 
