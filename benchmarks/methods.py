@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,8 @@ def main() -> int:
     names, seeds = arguments.methods.split(","), [int(seed) for seed in arguments.seeds.split(",")]
     if unknown := [name for name in names if name not in METHODS]:
         parser.error(f"--methods: {', '.join(unknown)}; there are: {', '.join(METHODS)}")
+    # A SIGTERM ends the running job as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed = []
     for name in names if not arguments.table else ():
         for seed in seeds:
@@ -115,7 +118,14 @@ def run(name: str, seed: int, folder: Path, arguments: argparse.Namespace) -> bo
     ]  # fmt: skip
     sys.stderr.write(f"{folder.name} ...\n")
     with locked(arguments.lock), folder.with_suffix(".log").open("w") as log:
-        return subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode == 0
+        job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            return job.wait() == 0
+        except BaseException:
+            # It ends its own processes; killed, it would leave them.
+            job.terminate()
+            job.wait()
+            raise
 
 
 @contextmanager
