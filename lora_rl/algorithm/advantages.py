@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Rewards of one group closer than this, relative to the largest of them, are the same number up to fp32 rounding.
-_EQUAL_REWARDS_RTOL = 1e-6
+EQUAL_REWARDS_RTOL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def group_advantages(
         ValueError: wrong shape or dtype, a non-finite reward (names its index), or a group of one, for which a
             group baseline does not exist.
     """
-    inverse, counts, ids = _check_and_index(rewards, group_ids)
+    inverse, counts, ids = check_rewards(rewards, group_ids)
     lonely = ids[counts == 1]
     if lonely.numel():
         raise ValueError(
@@ -112,11 +112,11 @@ def zero_variance_samples(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Raises:
         ValueError: as for `group_advantages`, except that groups of one are fine.
     """
-    inverse, _, ids = _check_and_index(rewards, group_ids)
+    inverse, _, ids = check_rewards(rewards, group_ids)
     return _flat_groups(rewards.double(), inverse, len(ids))[inverse]
 
 
-def _check_and_index(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def check_rewards(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Validate, then (group position of each sample [B], group sizes [G], group ids [G])."""
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be floating point of shape [B], got {rewards.dtype} {list(rewards.shape)}")
@@ -146,4 +146,4 @@ def _flat_groups(values: Tensor, inverse: Tensor, num_groups: int) -> Tensor:
         return x.new_zeros(num_groups).scatter_reduce(0, inverse, x, how, include_self=False)
 
     spread = extreme(values, "amax") - extreme(values, "amin")
-    return spread <= _EQUAL_REWARDS_RTOL * extreme(values.abs(), "amax")
+    return spread <= EQUAL_REWARDS_RTOL * extreme(values.abs(), "amax")

@@ -9,7 +9,16 @@ With d = log pi_ref - log pi of the sampled token (J. Schulman, "Approximating K
 | k3   | exp(d) - 1 - d | unbiased, never negative          | grad KL(pi_ref || pi), the forward KL            |
 
 Each estimator has a non-zero gradient on single samples, but k1's is pure noise around 0: as a loss term it only
-adds variance. Use k1 as a metric or inside the reward; use k2 or k3 in the loss. The gradients are derived in
+adds variance. Inside the reward it is the other way round. There the score function supplies the gradient,
+E[k grad log pi]:
+
+| kind | expected gradient as a penalty of the reward                                        |
+| ---- | ------------------------------------------------------------------------------------ |
+| k1   | grad KL(pi || pi_ref), exact                                                          |
+| k2   | grad E[k2] - grad KL(pi || pi_ref): the two cancel to first order near the reference   |
+| k3   | grad KL(pi || pi_ref) - grad KL(pi_ref || pi): they cancel likewise                    |
+
+So k2 or k3 belong in the loss and k1 in the reward, and nothing else is accepted. The gradients are derived in
 "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
 """
 

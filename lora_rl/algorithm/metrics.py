@@ -62,7 +62,7 @@ class MetricSum:
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """normaliser: None where it follows loss_fn.token_level_loss (tokens if True, else sequences)."""
+    """normaliser: None where it follows the reduction of the loss (`LossSettings.divides_by_tokens`)."""
 
     normaliser: MetricNormaliser | None
     meaning: str
@@ -70,7 +70,7 @@ class MetricInfo:
 
 METRICS: dict[str, MetricInfo] = {
     "loss": MetricInfo(None, "what is minimised: policy_loss + reference_policy_kl_penalty * KL"),
-    "policy_loss": MetricInfo(None, "clipped policy-gradient loss with importance weights, without the KL term"),
+    "policy_loss": MetricInfo(None, "policy term with importance weights, without the KL term"),
     "kl": MetricInfo("tokens", "KL(pi || pi_ref) by the configured estimator, without the penalty factor; nats"),
     "entropy": MetricInfo("tokens", "entropy of the current policy over the vocabulary; nats"),
     "approx_entropy": MetricInfo(
@@ -79,9 +79,16 @@ METRICS: dict[str, MetricInfo] = {
     "probs_ratio": MetricInfo("tokens", "pi / pi_old; exactly 1 in the first update of a batch"),
     "probs_ratio_min": MetricInfo("min", "smallest pi / pi_old of any token"),
     "probs_ratio_max": MetricInfo("max", "largest pi / pi_old of any token"),
-    "clip_fraction_low": MetricInfo("tokens", "share with A < 0 and ratio < 1 - ratio_clip_min: no gradient"),
-    "clip_fraction_high": MetricInfo("tokens", "share with A > 0 and ratio > 1 + ratio_clip_max: no gradient"),
+    "clip_fraction_low": MetricInfo(
+        "tokens",
+        "share with A < 0 and ratio < 1 - ratio_clip_min: no gradient; gspo: by the ratio of the token's sequence; "
+        "cispo: whatever A, the weight is clipped and the gradient stays",
+    ),
+    "clip_fraction_high": MetricInfo(
+        "tokens", "share with A > 0 and ratio > 1 + ratio_clip_max: no gradient; gspo and cispo as for the low share"
+    ),
     "clip_fraction_dual": MetricInfo("tokens", "share with A < 0 and ratio > ratio_clip_c: no gradient"),
+    "soft_gate": MetricInfo("tokens", "sapo: share of the gradient that the gate lets through; 1 when on-policy"),
     "token_mult_prob_error": MetricInfo(
         "tokens", "exp|log pi_b - log pi_old|: 1 when engine and trainer agree, 1.05 is 5 % apart on the typical token"
     ),
@@ -95,9 +102,9 @@ METRICS: dict[str, MetricInfo] = {
 }
 
 
-def metric(name: str, value: Tensor, *, token_level_loss: bool = True) -> MetricSum:
+def metric(name: str, value: Tensor, *, by_tokens: bool = True) -> MetricSum:
     """A MetricSum with the normaliser that `METRICS` declares; detached, so that it holds no graph alive."""
-    normaliser = METRICS[name].normaliser or ("tokens" if token_level_loss else "sequences")
+    normaliser = METRICS[name].normaliser or ("tokens" if by_tokens else "sequences")
     return MetricSum(value.detach(), normaliser)
 
 

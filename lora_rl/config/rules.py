@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lora_rl.config.algorithm_rules import ALGORITHM_RULES
 from lora_rl.config.data_rules import DATA_RULES
 from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
@@ -21,8 +22,8 @@ Rule = Callable[[RunConfig], Iterator[Violation]]
 
 def group_needs_two(config: RunConfig) -> Iterator[Violation]:
     """Every advantage is measured against the group's mean, which is the completion itself in a group of one."""
-    size = config.grpo.num_generations_per_prompt
-    if size < 2:
+    size, estimator = config.grpo.num_generations_per_prompt, config.grpo.adv_estimator
+    if size < 2 and (estimator.name != "reinforce_plus_plus" or estimator.minus_baseline):
         problem = "a group baseline needs at least 2 completions per prompt, or every advantage is 0; use 8, say"
         yield Violation("grpo.num_generations_per_prompt", problem, size)
 
@@ -312,4 +313,5 @@ RULES: tuple[Rule, ...] = (
     chat_template_exists,
     *DATA_RULES,
     *REWARD_RULES,
+    *ALGORITHM_RULES,
 )

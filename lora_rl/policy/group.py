@@ -66,15 +66,21 @@ class PolicyGroup:
         self._timeout = config.cluster.step_timeout_s
         self.moved = False
 
-    def train(self, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, float]:
+    def train(
+        self, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, old_logprobs: np.ndarray | None = None
+    ) -> dict[str, float]:
         """One optimizer step per minibatch of rows of `batch`; metrics over all of them.
 
         With a single minibatch the old logprobs are the current ones, and one forward pass does everything. With
         several they are computed before the first update, and so are reference logprobs when the KL needs them.
+
+        Args:
+            old_logprobs: float32 [B, T] of the policy as it is now, where they are known already.
         """
-        old = self.logprobs(batch) if len(minibatches) > 1 else None
-        uses_kl = self.config.loss_fn.reference_policy_kl_penalty > 0
-        reference = self.logprobs(batch, reference=True) if uses_kl else None
+        old = None
+        if len(minibatches) > 1:
+            old = self.logprobs(batch) if old_logprobs is None else old_logprobs
+        reference = self.logprobs(batch, reference=True) if self.config.loss_fn.kl_in_loss else None
         parts: list[dict[str, MetricSum]] = []
         norms, rates, tokens, sequences, microbatches = [], [], 0, 0, 0
         for rows in minibatches:

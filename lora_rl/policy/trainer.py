@@ -378,16 +378,21 @@ def loss_settings(config: RunConfig) -> LossSettings:
     # Bounds and type default to something useful in the configuration and mean nothing without the correction.
     lower, upper = section.importance_sampling_bounds if corrected else (None, None)
     return LossSettings(
-        reference_policy_kl_penalty=section.reference_policy_kl_penalty,
+        policy_loss=section.policy_loss,
+        # In the reward it has done its work before the loss.
+        reference_policy_kl_penalty=section.reference_policy_kl_penalty if section.kl_in_loss else 0.0,
         reference_policy_kl_type=section.reference_policy_kl_type,
         kl_input_clamp_value=section.kl_input_clamp_value,
         ratio_clip_min=section.ratio_clip_min,
         ratio_clip_max=section.ratio_clip_max,
         ratio_clip_c=section.ratio_clip_c,
+        sapo_tau_pos=section.sapo_tau_pos,
+        sapo_tau_neg=section.sapo_tau_neg,
         use_importance_sampling_correction=corrected,
         importance_sampling_level=section.importance_sampling_level,
         importance_sampling_type=section.importance_sampling_type if corrected else None,
         truncated_importance_sampling_ratio=upper,
         truncated_importance_sampling_ratio_min=lower,
         token_level_loss=section.token_level_loss,
+        constant_length=config.policy.generation.max_new_tokens if section.constant_length_loss else None,
     )

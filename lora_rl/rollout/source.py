@@ -141,10 +141,16 @@ def check_versions(group: PromptGroup, completions: Sequence[Completion], *, old
             )
 
 
-def is_informative(rollouts: Sequence[Rollout]) -> bool:
-    """Whether the rewards of a group differ, so that it teaches something."""
-    rewards = [r.reward for r in rollouts]
-    return max(rewards) - min(rewards) > _EQUAL_REWARDS * max(abs(r) for r in rewards)
+def is_informative(rollouts: Sequence[Rollout], *, by_component: bool = False) -> bool:
+    """Whether the rewards of a group, before any shaping, differ, so that it teaches something.
+
+    Args:
+        by_component: whether it is enough that one component of the reward differs.
+    """
+    parts = [[r.reward for r in rollouts]]
+    if by_component:
+        parts = [[r.reward_components[name] for r in rollouts] for name in rollouts[0].reward_components]
+    return any(max(values) - min(values) > _EQUAL_REWARDS * max(abs(v) for v in values) for values in parts)
 
 
 class DynamicSampling:
@@ -160,6 +166,7 @@ class DynamicSampling:
         self._rounds = grpo.dynamic_sampling_max_gen_batches
         self._limit = grpo.dynamic_sampling_max_gen_batches * grpo.num_prompts_per_step
         self._wanted = grpo.num_prompts_per_step
+        self._by_component = grpo.adv_estimator.name == "gdpo"
         self.kept = self.generated = 0
 
     def keep(self, rollouts: Sequence[Rollout]) -> bool:
@@ -169,7 +176,7 @@ class DynamicSampling:
             ValueError: as many groups as allowed were generated for this step, and too few of them vary.
         """
         self.generated += 1
-        if not self.enabled or is_informative(rollouts):
+        if not self.enabled or is_informative(rollouts, by_component=self._by_component):
             self.kept += 1
             return True
         if self.generated >= self._limit and self.kept < self._wanted:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
 from lora_rl.train.job import Job, start_job
+from lora_rl.train.learning_signal import LearningSignal, learning_signal
 from lora_rl.train.resume import Stop, is_save_step, take
 from lora_rl.train.rollout_log import FILE_NAME as ROLLOUTS
 from lora_rl.train.rollout_log import RolloutLog
 
 if TYPE_CHECKING:
-    from lora_rl.algorithm import GroupAdvantages
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
     from lora_rl.policy.group import PolicyGroup
@@ -143,12 +143,12 @@ def train(
             last.clear()
             with timer("training"):
                 job.turns.to_trainer()
-                advantages = group_advantages_of(rollouts, config)
-                kept, values = drop_constant_groups(rollouts, advantages, config)
+                signal = learning_signal(rollouts, config, job.policy)
+                kept = signal.kept
                 trained: dict[str, float] = {}
                 if kept:
-                    batch = build_train_batch(kept, values)
-                    trained = job.policy.train(batch, minibatches(batch, config))
+                    batch = build_train_batch(kept, signal.advantages)
+                    trained = job.policy.train(batch, minibatches(batch, config), old_logprobs=signal.old_logprobs)
                 if is_on_policy(rollouts, job.weights.version):
                     check_drift(trained, parity_tolerance(config))
                 job.turns.note("training")
@@ -163,19 +163,19 @@ def train(
             if is_validation_step(step, last_step, config):
                 validated, held_out_samples = validate(job, config, timer)
             if not kept:
-                console.warn("every group's rewards were equal: nothing to learn from, the optimizer step was skipped")
+                console.warn(f"{signal.reason}: nothing to learn from, the optimizer step was skipped")
             record = recorder.log(
                 step,
-                rollout_metrics(rollouts, advantages),
+                rollout_metrics(rollouts, signal),
                 source.metrics(),
-                {f"train/{name}": value for name, value in trained.items()},
+                {f"train/{name}": value for name, value in {**trained, **signal.metrics}.items()},
                 synced,
                 validated,
                 job.turns.ledger(),
                 timer.end_step(tokens=tokens_per_phase(rollouts, kept, config)),
             )
             if rollout_log is not None:
-                used = {(r.group_id, r.sample_index): a for r, a in zip(kept, values, strict=True)}
+                used = {(r.group_id, r.sample_index): a for r, a in zip(kept, signal.advantages, strict=True)}
                 rollout_log.write(step, rollouts, used)
             console.step(record, held_out_samples or [to_sample(r) for r in rollouts])
             stale = is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience)
@@ -241,38 +241,6 @@ def push(job: Job, source: RolloutSource) -> dict[str, float]:
 def is_on_policy(rollouts: Sequence[Rollout], version: int) -> bool:
     """Whether all tokens were sampled by the weights that are trained on."""
     return all(r.completion.weight_version == version for r in rollouts)
-
-
-def group_advantages_of(rollouts: Sequence[Rollout], config: RunConfig) -> GroupAdvantages:
-    """Advantage of every rollout within its group."""
-    import torch
-
-    from lora_rl.algorithm import group_advantages
-
-    return group_advantages(
-        torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
-        torch.tensor([r.group_id for r in rollouts]),
-        normalize=config.grpo.normalize_rewards,
-        leave_one_out=config.grpo.use_leave_one_out_baseline,
-    )
-
-
-def drop_constant_groups(
-    rollouts: Sequence[Rollout], advantages: GroupAdvantages, config: RunConfig
-) -> tuple[list[Rollout], list[float]]:
-    """Rollouts worth training on and their advantages; groups without variance go, if the configuration says so.
-
-    Completions without a token cannot be trained on and always go.
-    """
-    constant = advantages.zero_variance.tolist()
-    pairs = [
-        (rollout, advantage)
-        for rollout, advantage, flat in zip(rollouts, advantages.advantages.tolist(), constant, strict=True)
-        if rollout.completion.token_ids and not (flat and config.grpo.drop_zero_variance_groups)
-    ]
-    if all(constant):
-        return [], []
-    return [r for r, _ in pairs], [a for _, a in pairs]
 
 
 def minibatches(batch: TrainBatch, config: RunConfig) -> list[list[int]]:
@@ -341,7 +309,7 @@ def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, 
 # -- what is reported ----------------------------------------------------------------------------------------------
 
 
-def rollout_metrics(rollouts: Sequence[Rollout], advantages: GroupAdvantages) -> dict[str, float]:
+def rollout_metrics(rollouts: Sequence[Rollout], signal: LearningSignal) -> dict[str, float]:
     """Rewards, lengths and reasons over *all* rollouts of the step, before any group is dropped."""
     import numpy as np
 
@@ -358,7 +326,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], advantages: GroupAdvantages) ->
         "train/reward_std": float(rewards.std()),
         "train/response_length": float(lengths.mean()),
         "train/truncated_share": truncated / len(rollouts),
-        "train/zero_variance_share": advantages.num_zero_variance_groups / advantages.num_groups,
+        "train/zero_variance_share": signal.num_zero_variance_groups / signal.num_groups,
         **{f"reward/{reason}": count / len(rollouts) for reason, count in sorted(reasons.items())},
         **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(components.items())},
     }

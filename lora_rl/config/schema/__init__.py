@@ -3,7 +3,7 @@
 from lora_rl.config.schema.base import Section
 from lora_rl.config.schema.data import AdditionConfig, DataConfig, ReasoningGymConfig, ReasoningGymTask, SFTConfig
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
-from lora_rl.config.schema.grpo import AsyncGRPOConfig, GRPOConfig, LossConfig
+from lora_rl.config.schema.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, LossConfig, RewardShapingConfig
 from lora_rl.config.schema.policy import MegatronConfig, OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
 from lora_rl.config.schema.reward import RewardConfig, VerifierConfig
 from lora_rl.config.schema.run import (
@@ -15,6 +15,7 @@ from lora_rl.config.schema.run import (
 
 __all__ = [
     "AdditionConfig",
+    "AdvEstimatorConfig",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClusterConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "ReasoningGymConfig",
     "ReasoningGymTask",
     "RewardConfig",
+    "RewardShapingConfig",
     "RunConfig",
     "SFTConfig",
     "SchedulerConfig",

@@ -41,18 +41,22 @@ def run(loss_settings=EVERYTHING, logprobs=None):
     )
 
 
-@pytest.mark.parametrize("token_level", [True, False])
-def test_every_metric_of_the_table_is_reported_with_the_normaliser_it_declares(token_level):
-    metrics = run(LossSettings(**(vars(EVERYTHING) | {"token_level_loss": token_level}))).metrics
+REDUCTIONS = [({}, "tokens"), ({"token_level_loss": False}, "sequences"), ({"constant_length": 6}, "sequences")]
+
+
+@pytest.mark.parametrize(("reduction", "divided_by"), REDUCTIONS)
+def test_every_metric_of_the_table_is_reported_with_the_normaliser_it_declares(reduction, divided_by):
+    soft = run(LossSettings(**(vars(EVERYTHING) | {"policy_loss": "sapo", "ratio_clip_c": None} | reduction))).metrics
+    metrics = run(LossSettings(**(vars(EVERYTHING) | reduction))).metrics | soft
     assert metrics.keys() == METRICS.keys()
     for name, info in METRICS.items():
-        assert metrics[name].normaliser == (info.normaliser or ("tokens" if token_level else "sequences")), name
+        assert metrics[name].normaliser == (info.normaliser or divided_by), name
         assert info.meaning
 
 
-@pytest.mark.parametrize("token_level", [True, False])
-def test_the_loss_metric_is_the_loss(token_level):
-    output = run(LossSettings(token_level_loss=token_level))
+@pytest.mark.parametrize("reduction", [reduction for reduction, _ in REDUCTIONS])
+def test_the_loss_metric_is_the_loss(reduction):
+    output = run(LossSettings(**reduction))
     assert finalise(output.metrics, Normaliser(12, 3))["loss"] == pytest.approx(output.loss.item())
 
 

@@ -28,7 +28,7 @@ SETTINGS = {
     "sequence_mean": LossSettings(token_level_loss=False, reference_policy_kl_penalty=0.3),
     "asymmetric": LossSettings(ratio_clip_min=0.1, ratio_clip_max=0.5),
     "dual_clip": LossSettings(ratio_clip_c=1.2, ratio_clip_max=0.05),
-    "k1": LossSettings(reference_policy_kl_type="k1", reference_policy_kl_penalty=0.5),
+    "k1_as_metric": LossSettings(reference_policy_kl_type="k1", reference_policy_kl_penalty=0.0),
     "k2_clamped": LossSettings(
         reference_policy_kl_type="k2", reference_policy_kl_penalty=0.5, kl_input_clamp_value=0.3
     ),
@@ -47,6 +47,31 @@ SETTINGS = {
         truncated_importance_sampling_ratio=1.1,
         truncated_importance_sampling_ratio_min=0.9,
     ),
+    "dr_grpo": LossSettings(constant_length=9, reference_policy_kl_penalty=0.3),
+    "gspo": LossSettings(policy_loss="gspo", token_level_loss=False, ratio_clip_min=0.05, ratio_clip_max=0.07),
+    "gspo_dual_corrected": LossSettings(
+        **CORRECTION,
+        policy_loss="gspo",
+        token_level_loss=False,
+        importance_sampling_level="sequence",
+        importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=1.2,
+        ratio_clip_max=0.02,
+        ratio_clip_c=1.05,
+    ),
+    "cispo": LossSettings(policy_loss="cispo", ratio_clip_min=1.0, ratio_clip_max=0.2),
+    "cispo_icepop": LossSettings(**ICEPOP, policy_loss="cispo", ratio_clip_min=0.1, constant_length=6),
+    "sapo": LossSettings(policy_loss="sapo", token_level_loss=False),
+    "sapo_sharp": LossSettings(**CORRECTION, policy_loss="sapo", sapo_tau_pos=4.0, sapo_tau_neg=7.5),
+    "reinforce": LossSettings(policy_loss="reinforce", reference_policy_kl_type="k2"),
+    "reinforce_icepop": LossSettings(**ICEPOP, policy_loss="reinforce", token_level_loss=False),
+}
+REPORTED = {
+    "ppo_clip": {"clip_fraction_low", "clip_fraction_high"},
+    "gspo": {"clip_fraction_low", "clip_fraction_high"},
+    "cispo": {"clip_fraction_low", "clip_fraction_high"},
+    "sapo": {"soft_gate"},
+    "reinforce": set(),
 }
 each_setting = pytest.mark.parametrize("loss_settings", SETTINGS.values(), ids=SETTINGS.keys())
 
@@ -108,13 +133,21 @@ def test_loss_and_metrics_match_the_formulas(loss_settings, on_policy):
 
     assert loss.item() == pytest.approx(expected, rel=1e-9)
     final = finalise(metrics, Normaliser.count(batch["token_mask"], batch["sample_mask"]))
-    if loss_settings.ratio_clip_c is None:
-        del expected_metrics["clip_fraction_dual"]
+    conditional = {"clip_fraction_low", "clip_fraction_high", "clip_fraction_dual", "soft_gate"}
+    reported = REPORTED[loss_settings.policy_loss] | ({"clip_fraction_dual"} if loss_settings.ratio_clip_c else set())
+    assert conditional & final.keys() == reported
+    for name in conditional - reported:
+        del expected_metrics[name]
     for name, value in expected_metrics.items():
         assert final[name] == pytest.approx(value, rel=1e-6), name
 
 
-@each_setting
+@pytest.mark.parametrize(
+    # CISPO's weight moves with pi but is not differentiated: its gradient is tested in test_policy_terms.py.
+    "loss_settings",
+    [s for s in SETTINGS.values() if s.policy_loss != "cispo"],
+    ids=[n for n, s in SETTINGS.items() if s.policy_loss != "cispo"],
+)
 def test_gradient_is_that_of_the_loss(loss_settings):
     batch = make_batch(seed=1)
     normaliser = Normaliser.count(batch["token_mask"], batch["sample_mask"])
@@ -390,7 +423,7 @@ def test_gradient_steps_move_the_ratio_until_clipping_acts():
 # --- KL term ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_kl_term_reaches_the_gradient(kind):
     batch = make_batch(seed=10)
     with_kl = LossSettings(reference_policy_kl_type=kind, reference_policy_kl_penalty=0.5)
@@ -405,7 +438,9 @@ def test_kl_term_reaches_the_gradient(kind):
 def test_kl_is_exactly_zero_against_itself(kind):
     batch = make_batch(seed=11, dtype=torch.float32)
     batch["reference_logprobs"] = batch["logprobs"].clone()
-    _, _, metrics = evaluate(LossSettings(reference_policy_kl_type=kind), batch)
+    penalty = 0.0 if kind == "k1" else 0.01
+    kl_settings = LossSettings(reference_policy_kl_type=kind, reference_policy_kl_penalty=penalty)
+    _, _, metrics = evaluate(kl_settings, batch)
     assert metrics["kl"].value.item() == 0
     assert metrics["loss"].value.item() == metrics["policy_loss"].value.item()
 
@@ -427,6 +462,20 @@ def test_kl_is_exactly_zero_against_itself(kind):
         ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio = 2.0 has no effect"),
         (CORRECTION | {"importance_sampling_type": "icepop"}, "truncated_importance_sampling_ratio is null"),
         ({"ratio_clip_c": 0.5, "ratio_clip_min": -1.0}, "ratio_clip_min.*ratio_clip_c"),
+        ({"policy_loss": "ppo"}, "policy_loss = 'ppo': valid are ppo_clip, gspo, cispo, sapo, reinforce"),
+        ({"sapo_tau_pos": 0.0}, "sapo_tau_pos = 0.0: must be a positive number"),
+        ({"sapo_tau_neg": math.inf}, "sapo_tau_neg = inf"),
+        ({"constant_length": 0}, "constant_length = 0: must be at least 1 token"),
+        ({"constant_length": 8, "token_level_loss": False}, "constant_length = 8 gives every token the same weight"),
+        ({"policy_loss": "gspo"}, "token_level_loss = True: gspo has one ratio per sequence"),
+        (
+            CORRECTION | {"policy_loss": "gspo", "token_level_loss": False},
+            "importance_sampling_level = 'token': gspo's ratio is one per sequence",
+        ),
+        ({"policy_loss": "cispo", "ratio_clip_c": 3.0}, "ratio_clip_c = 3.0 has no effect with cispo"),
+        ({"policy_loss": "sapo", "ratio_clip_c": 3.0}, "ratio_clip_c = 3.0 has no effect with sapo"),
+        ({"policy_loss": "reinforce", "ratio_clip_c": 3.0}, "ratio_clip_c = 3.0 has no effect with reinforce"),
+        ({"reference_policy_kl_type": "k1"}, "reference_policy_kl_type = 'k1': its expected gradient"),
     ],
 )
 def test_invalid_settings_are_all_named(fields, message):
@@ -450,7 +499,7 @@ def test_unusable_inputs_are_refused(change, message):
         policy_loss(SETTINGS["icepop"], **(make_batch() | change), normaliser=Normaliser(1, 1))
 
 
-@pytest.mark.parametrize("token_level", [True, False])
-def test_a_normaliser_of_zero_with_tokens_present_is_refused(token_level):
+@pytest.mark.parametrize("reduction", [{}, {"token_level_loss": False}, {"constant_length": 8}])
+def test_a_normaliser_of_zero_with_tokens_present_is_refused(reduction):
     with pytest.raises(ValueError, match="must count the whole global batch"):
-        policy_loss(LossSettings(token_level_loss=token_level), **make_batch(), normaliser=Normaliser(0, 0))
+        policy_loss(LossSettings(**reduction), **make_batch(), normaliser=Normaliser(0, 0))

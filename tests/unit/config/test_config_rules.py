@@ -25,6 +25,18 @@ OWN_GPUS = f"{COLOCATED}.resources.gpus_per_node"
 DATA = Path(__file__).parents[3] / "examples/data/sums.jsonl"
 CORRECTION = f"{LOSS}.use_importance_sampling_correction=true"
 
+REINFORCE = f"{LOSS}.disable_ppo_ratio=true"
+GSPO = f"{LOSS}.sequence_level_importance_ratios=true"
+SEQUENCE_MEAN = f"{LOSS}.token_level_loss=false"
+KL = f"{LOSS}.reference_policy_kl_penalty=0.1"
+KL_TYPE = f"{LOSS}.reference_policy_kl_type"
+PLUS_PLUS = "grpo.adv_estimator.name=reinforce_plus_plus"
+SHAPING = "grpo.reward_shaping"
+RAMP = (f"{SHAPING}.enabled=true", f"{SHAPING}.overlong_buffer_penalty=1.0")
+
+# Not among the cases: several keys are wrong at once.
+GDPO = ["grpo.adv_estimator.name=gdpo", *RAMP, f"{SHAPING}.overlong_buffer_length=2", f"{LOSS}.use_kl_in_reward=true"]
+
 # (overrides, key that is reported, part of the message, overrides that mend it)
 CASES = [
     (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt", "at least 2 completions", 2),
@@ -322,6 +334,77 @@ CASES = [
         "/nowhere/own.py cannot be read: No such file or directory",
         "lora_rl.rewards.exact_match:exact_match",
     ),
+    # methods that exclude each other
+    (
+        [f"{LOSS}.use_cispo=true", f"{LOSS}.use_sapo=true"],
+        f"{LOSS}.use_sapo",
+        "than loss_fn.use_cispo; there can",
+        "false",
+    ),
+    ([REINFORCE, SEQUENCE_MEAN, GSPO], f"{LOSS}.sequence_level_importance_ratios", "another policy loss", "false"),
+    ([REINFORCE, f"{LOSS}.use_cispo=true"], f"{LOSS}.use_cispo", "than loss_fn.disable_ppo_ratio", "false"),
+    ([GSPO, f"{LOSS}.token_level_loss=true"], f"{LOSS}.token_level_loss", "one ratio per sequence; set this", "false"),
+    (
+        [GSPO, SEQUENCE_MEAN, CORRECTION, f"{LOSS}.importance_sampling_level=token"],
+        f"{LOSS}.importance_sampling_level",
+        "one ratio per sequence; set this to sequence",
+        "sequence",
+    ),
+    (
+        [SEQUENCE_MEAN, f"{LOSS}.constant_length_loss=true"],
+        f"{LOSS}.constant_length_loss",
+        "a mean over sequences weighs tokens unequally",
+        "false",
+    ),
+    ([f"{LOSS}.use_cispo=true", f"{LOSS}.ratio_clip_c=3"], f"{LOSS}.ratio_clip_c", "has no effect with cispo", None),
+    ([f"{LOSS}.use_sapo=true", f"{LOSS}.ratio_clip_c=3"], f"{LOSS}.ratio_clip_c", "has no effect with sapo", None),
+    ([REINFORCE, f"{LOSS}.ratio_clip_c=3"], f"{LOSS}.ratio_clip_c", "has no effect with reinforce", None),
+    ([f"{LOSS}.sapo_tau_pos=2"], f"{LOSS}.sapo_tau_pos", "has no effect unless loss_fn.use_sapo", 1.0),
+    ([f"{LOSS}.sapo_tau_neg=2"], f"{LOSS}.sapo_tau_neg", "leave it at 1.05", 1.05),
+    (
+        [REINFORCE, "policy.train_global_batch_size=64"],
+        "policy.train_global_batch_size",
+        "off-policy with nothing to hold it; use null, which takes all 256 completions",
+        None,
+    ),
+    ([KL, f"{KL_TYPE}=k1"], KL_TYPE, "its expected gradient as a loss term is 0; use k2 or k3", "k2"),
+    ([KL, f"{LOSS}.use_kl_in_reward=true", f"{KL_TYPE}=k3"], KL_TYPE, "vanishes near the reference policy", "k1"),
+    ([KL, f"{LOSS}.use_kl_in_reward=true", f"{KL_TYPE}=k2"], KL_TYPE, "to put k2 in the loss", "k1"),
+    ([f"{LOSS}.use_kl_in_reward=true"], f"{LOSS}.use_kl_in_reward", "reference_policy_kl_penalty is 0", "false"),
+    (["grpo.adv_estimator.minus_baseline=false"], "grpo.adv_estimator.minus_baseline", "no effect with grpo", "true"),
+    ([PLUS_PLUS, "grpo.normalize_rewards=false"], "grpo.normalize_rewards", "always divides by", "true"),
+    (
+        [PLUS_PLUS, "grpo.use_leave_one_out_baseline=true"],
+        "grpo.use_leave_one_out_baseline",
+        "has the group's mean as baseline",
+        "false",
+    ),
+    (
+        [PLUS_PLUS, "grpo.adv_estimator.minus_baseline=false", "grpo.drop_zero_variance_groups=true"],
+        "grpo.drop_zero_variance_groups",
+        "groups of equal rewards teach as much",
+        "false",
+    ),
+    ([f"{SHAPING}.enabled=true"], f"{SHAPING}.overlong_buffer_penalty", "needs it; use 1.0", None),
+    ([f"{SHAPING}.enabled=true"], f"{SHAPING}.overlong_buffer_length", "a quarter of the longest", None),
+    (
+        [*RAMP, f"{SHAPING}.overlong_buffer_length=9"],
+        f"{SHAPING}.overlong_buffer_length",
+        "must be at most 8, the length at which the penalty is full",
+        8,
+    ),
+    (
+        [*RAMP, f"{SHAPING}.overlong_buffer_length=2", f"{SHAPING}.max_response_length=10"],
+        f"{SHAPING}.max_response_length",
+        "would begin after 8 tokens, which no completion exceeds",
+        9,
+    ),
+    (
+        ["policy.generation.ignore_eos=true", "grpo.overlong_filtering=true"],
+        "grpo.overlong_filtering",
+        "every completion is truncated and none is left",
+        "false",
+    ),
     # rules that read the model
     (
         ["policy.megatron_cfg.tensor_model_parallel_size=4"],
@@ -394,7 +477,32 @@ def test_every_rule_fires_in_some_case(refused, monkeypatch):
     for overrides, *_ in CASES:
         refused(*overrides)
     refused("policy.model_name=./nowhere")
+    refused(*GDPO)
     assert fired == {rule.__name__ for rule in (*RULES, *MODEL_RULES)}
+
+
+def test_what_belongs_to_no_component_is_refused_with_gdpo(refused):
+    violations = refused(*GDPO, KL, f"{KL_TYPE}=k1")
+    assert set(violations) == {"grpo.adv_estimator.name", f"{SHAPING}.enabled", f"{LOSS}.use_kl_in_reward"}
+    assert "reward.additional is empty; use grpo" in violations["grpo.adv_estimator.name"].problem
+    assert "the penalty is part of none" in violations[f"{SHAPING}.enabled"].problem
+    assert "put the KL in the loss" in violations[f"{LOSS}.use_kl_in_reward"].problem
+
+
+def test_methods_that_go_together_are_accepted(config_file):
+    for options in (
+        [REINFORCE, "policy.train_global_batch_size=256"],
+        [GSPO, SEQUENCE_MEAN, f"{LOSS}.ratio_clip_c=3", CORRECTION, f"{LOSS}.importance_sampling_level=sequence"],
+        [f"{LOSS}.use_cispo=true", f"{LOSS}.ratio_clip_min=1", f"{LOSS}.constant_length_loss=true"],
+        [f"{LOSS}.use_sapo=true", f"{LOSS}.sapo_tau_neg=2", SEQUENCE_MEAN],
+        [KL, f"{LOSS}.use_kl_in_reward=true", f"{KL_TYPE}=k1", "grpo.overlong_filtering=true"],
+        [f"{KL_TYPE}=k1"],
+        ["grpo.adv_estimator.name=gdpo", "reward.additional=[{name: numeric}]"],
+        [*RAMP, f"{SHAPING}.overlong_buffer_length=2", PLUS_PLUS],
+        [PLUS_PLUS, "grpo.adv_estimator.minus_baseline=false", "grpo.drop_zero_variance_groups=false",
+         "grpo.num_generations_per_prompt=1"],
+    ):  # fmt: skip
+        load_config(config_file, options)
 
 
 def test_keys_of_one_sync_mode_are_accepted_in_the_others(config_file):
@@ -427,7 +535,7 @@ def test_unavailable_values_are_refused_with_a_remedy(refused, capability):
             continue
         violation = refused(f"{capability.key}={value}")[capability.key]
         assert violation.problem.startswith("not available in this version: ")
-        assert violation.problem.endswith(f"set it to {show(capability.works[0])}")
+        assert violation.problem.endswith(f"set it to {' or '.join(map(show, capability.works))}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lora_rl.algorithm import shard_sequences
 from lora_rl.config import RunConfig
 from tests.support.batches import make_batch, one_microbatch, token_budget
 from tests.support.configs import tiny_config
@@ -99,3 +100,53 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(models: dict[str, Path]
                 for want, got in zip(pair, other[what][name], strict=True):
                     bound = tolerance * np.abs(want).max()
                     np.testing.assert_allclose(got, want, atol=bound, rtol=0, err_msg=f"{what} {name}")
+
+
+POLICY_LOSSES = {
+    "gspo": ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+    "cispo": ["loss_fn.use_cispo=true", "loss_fn.constant_length_loss=true"],
+    "sapo": ["loss_fn.use_sapo=true"],
+    "reinforce": ["loss_fn.disable_ppo_ratio=true", "loss_fn.constant_length_loss=true"],
+}
+
+
+def gradients_of_losses(configs: dict[str, RunConfig], budgets: list[int | None]) -> dict[str, list[Any]]:
+    """For each policy loss, the gradients of one batch with each way to cut it; the old policy is not the current."""
+    from lora_rl.policy.trainer import loss_settings
+
+    rank = new_rank(next(iter(configs.values())), b_std=0.05)
+    batch = make_batch(seed=9, sequences=11)
+    rows = shard_sequences(batch.lengths.tolist(), rank.dp_size)[rank.dp_rank]
+    moved = np.random.default_rng(5).normal(0, 0.2, batch.token_ids.shape).astype(np.float32)[rows]
+    results: dict[str, list[Any]] = {}
+    for name, config in configs.items():
+        rank.loss_settings = loss_settings(config)
+        for budget in budgets:
+            shards, cuts = (one_microbatch if budget is None else token_budget)(batch, rank.dp_size, budget)
+            shard, cut = shards[rank.dp_rank], cuts[rank.dp_rank]
+            logprobs = rank.logprobs(shard, cut)
+            old = logprobs + moved[:, : logprobs.shape[1]]
+            for chunk in rank.model.chunks:
+                chunk.zero_grad_buffer()
+            rank.forward_backward(shard, cut, old_logprobs=old)
+            results.setdefault(name, []).append(adapters(rank, gradients=True))
+    return results
+
+
+def test_every_policy_loss_is_the_same_however_the_batch_is_cut(models: dict[str, Path]) -> None:
+    configs = {name: tiny_config(models["tied"], *options) for name, options in POLICY_LOSSES.items()}
+    alone = run_ranks(gradients_of_losses, configs, [None, 13])[0]
+    parallel = {name: tiny_config(models["tied"], *options, dp=2) for name, options in POLICY_LOSSES.items()}
+    both = run_ranks(gradients_of_losses, parallel, [26], dp=2)
+    for name, (one, *others) in alone.items():
+        others += [gradients for rank in both for gradients in rank[name]]
+        assert len(others) == 3
+        for other in others:
+            for module, pair in one.items():
+                for want, got in zip(pair, other[module], strict=True):
+                    assert np.abs(want).max() > 0
+                    bound = 3e-6 * np.abs(want).max()
+                    np.testing.assert_allclose(got, want, atol=bound, rtol=0, err_msg=f"{name} {module}")
+    # They are four different losses.
+    first = next(iter(alone["sapo"][0]))
+    assert len({alone[name][0][first][1].tobytes() for name in alone}) == len(POLICY_LOSSES)

@@ -18,7 +18,6 @@ from lora_rl.rollout.source import Generator
 from lora_rl.rollout.types import (
     Completion,
     GenerationRequest,
-    Rollout,
     SamplingSettings,
     StopReason,
     TrainBatch,
@@ -27,8 +26,6 @@ from lora_rl.rollout.types import (
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, read_metrics
 from lora_rl.train.grpo import (
-    drop_constant_groups,
-    group_advantages_of,
     is_stale,
     is_validation_step,
     minibatches,
@@ -39,6 +36,7 @@ from lora_rl.train.grpo import (
     train,
 )
 from lora_rl.train.job import Job
+from lora_rl.train.learning_signal import learning_signal
 from lora_rl.train.resume import Stop
 from lora_rl.train.weights import check_drift, parity_tolerance
 from tests.support.configs import tiny_config
@@ -58,45 +56,6 @@ def with_grpo(config: RunConfig, **changes: Any) -> RunConfig:
 ROLLOUTS = [
     rollout(g, s, reward) for g, rewards in enumerate([(1, 0), (0, 0), (1, 1)]) for s, reward in enumerate(rewards)
 ]
-
-
-def kept_groups(rollouts: Sequence[Rollout], config: RunConfig) -> tuple[list[int], list[float]]:
-    kept, values = drop_constant_groups(rollouts, group_advantages_of(rollouts, config), config)
-    return [r.group_id for r in kept], values
-
-
-def test_groups_without_variance_are_dropped_or_kept(config: RunConfig) -> None:
-    assert with_grpo(config, drop_zero_variance_groups=True).grpo.drop_zero_variance_groups
-    groups, values = kept_groups(ROLLOUTS, with_grpo(config, drop_zero_variance_groups=True))
-    assert groups == [0, 0]
-    assert values == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-4)
-    groups, values = kept_groups(ROLLOUTS, with_grpo(config, drop_zero_variance_groups=False))
-    assert groups == [0, 0, 1, 1, 2, 2]
-    assert values[2:] == [0.0] * 4
-
-
-@pytest.mark.parametrize("drop", [True, False])
-def test_only_constant_groups_leave_nothing_to_train(config: RunConfig, drop: bool) -> None:
-    assert kept_groups(ROLLOUTS[2:], with_grpo(config, drop_zero_variance_groups=drop)) == ([], [])
-
-
-def test_a_completion_without_tokens_counts_in_its_group_but_is_not_trained(config: RunConfig) -> None:
-    rollouts = [rollout(0, 0, 1.0), rollout(0, 1, 0.0, token_ids=()), rollout(0, 2, 0.0)]
-    groups, values = kept_groups(rollouts, config)
-    assert groups == [0, 0]
-    assert values == kept_groups([rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(0, 2, 0.0)], config)[1][::2]
-
-
-def test_advantages_follow_the_configuration(config: RunConfig) -> None:
-    rollouts = [rollout(0, n, reward) for n, reward in enumerate((1.0, 0.0, 0.0, 0.0))]
-
-    def values(normalize: bool, leave_one_out: bool) -> list[float]:
-        changed = with_grpo(config, normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
-        return group_advantages_of(rollouts, changed).advantages.tolist()
-
-    assert values(False, False) == pytest.approx([0.75, -0.25, -0.25, -0.25])
-    assert values(False, True) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
-    assert values(True, False) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +112,7 @@ def test_number_of_steps(config: RunConfig) -> None:
 
 def test_rollout_metrics_count_all_rollouts(config: RunConfig) -> None:
     rollouts = [*ROLLOUTS, rollout(3, 0, 0.0, (4,) * 6, stop=StopReason.LENGTH), rollout(3, 1, 0.0)]
-    metrics = rollout_metrics(rollouts, group_advantages_of(rollouts, config))
+    metrics = rollout_metrics(rollouts, learning_signal(rollouts, config, RecordingPolicy([])))
     assert metrics == {
         "train/reward": 3 / 8,
         "train/reward_std": pytest.approx(np.std([1, 0, 0, 0, 1, 1, 0, 0])),
@@ -194,7 +153,10 @@ class RecordingPolicy:
     trained: list[tuple[TrainBatch, list[list[int]]]] = field(default_factory=list)
     moved: bool = True
 
-    def train(self, batch: TrainBatch, parts: list[list[int]]) -> dict[str, float]:
+    def train(
+        self, batch: TrainBatch, parts: list[list[int]], *, old_logprobs: np.ndarray | None = None
+    ) -> dict[str, float]:
+        assert old_logprobs is None
         self.order.append("train")
         self.trained.append((batch, parts))
         return {"loss": 0.25, "token_mult_prob_error": 1.0}
