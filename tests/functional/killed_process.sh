@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# A killed engine or rank ends the job, non-zero, within 60 seconds, with a message that names it. Ctrl-C ends it cleanly.
+# A killed engine is started anew and the job goes on. A killed or hung rank, or an engine that may not be started anew,
+# ends the job, non-zero, within 60 seconds, with a message that names it, and a checkpoint where there can be one. Ctrl-C
+# ends it cleanly.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
@@ -25,7 +27,7 @@ run() {
     pid=$(pgrep -P "$driver" -f run_grpo | head -n 1 || true)
     pid=${pid:-$driver}
   else
-    pid=$(grep -oE 'process [0-9]+' "$dir/logs/$victim.log" | head -n 1 | cut -d' ' -f2)
+    pid=$(grep -oE ', process [0-9]+' "$dir/logs/$victim.log" | tail -n 1 | cut -d' ' -f3)
   fi
   kill "-$signal" "$pid"
   local start=$SECONDS
@@ -35,10 +37,26 @@ run() {
   wait "$driver" || code=$?
 }
 
-run engine engine_0 KILL
+run restart engine_0 KILL grpo.max_num_steps=30
+[ "$code" -eq 0 ] && note ok "killed engine: the job went on to its end" || note fail "killed engine: exit code $code, want 0"
+grep -q 'engine 0 died (log: .*); it is started anew' "$work/restart.out" && note ok "killed engine: told" ||
+  note fail "killed engine: not told"
+[ "$(wc -l <"$work/restart/metrics.jsonl")" -eq 31 ] && note ok "killed engine: every step recorded" ||
+  note fail "killed engine: records are missing"
+
+run engine engine_0 KILL cluster.max_engine_restarts=0 checkpointing.enabled=true checkpointing.save_period=1000
 [ "$code" -eq 1 ] && note ok "killed engine: exit code 1" || note fail "killed engine: exit code $code, want 1"
 [ "$took" -le 60 ] && note ok "killed engine: ended after $took s" || note fail "killed engine: took $took s"
 grep -q 'engine 0 died' "$work/engine.out" && note ok "killed engine: named" || note fail "killed engine: not named"
+
+saved=$(cat "$work/engine/checkpoints/latest" 2>/dev/null || true)
+last=step_$(($(wc -l <"$work/engine/metrics.jsonl") - 1))
+[ "$saved" = "$last" ] && note ok "lost engine: checkpoint $saved was written" || note fail "lost engine: $saved, want $last"
+
+run hung rank_0 STOP cluster.step_timeout_s=10
+[ "$code" -eq 1 ] && note ok "hung rank: exit code 1" || note fail "hung rank: exit code $code, want 1"
+[ "$took" -le 60 ] && note ok "hung rank: ended after $took s" || note fail "hung rank: took $took s"
+grep -q 'no answer from rank 0' "$work/hung.out" && note ok "hung rank: named" || note fail "hung rank: not named"
 
 run rank rank_1 KILL policy.megatron_cfg.tensor_model_parallel_size=2
 [ "$code" -eq 1 ] && note ok "killed rank: exit code 1" || note fail "killed rank: exit code $code, want 1"
