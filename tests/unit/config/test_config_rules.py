@@ -106,9 +106,7 @@ CASES = [
     (
         # Six ranks divide into tensor-parallel pairs, but one pair would be on two nodes.
         [
-            *THREE_NODES[1:],
-            "cluster.num_nodes=2",
-            "cluster.gpus_per_node=3",
+            *("cluster.address=auto", "cluster.num_nodes=2", "cluster.gpus_per_node=3", "grpo.num_prompts_per_step=96"),
             f"{MEGATRON}.tensor_model_parallel_size=2",
         ],
         f"{MEGATRON}.tensor_model_parallel_size",
