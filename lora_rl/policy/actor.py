@@ -42,13 +42,17 @@ class PolicyActor:
 
     def open_rendezvous(self) -> str:
         """Bind the store that the ranks meet at, and return its URL. Called on rank 0 only."""
-        import ray.util
+        import socket
+
         from torch.distributed import TCPStore
 
-        host = ray.util.get_node_ip_address()
-        # Port 0 lets the system choose a free one; the store stays open in this process.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return f"tcp://{host}:{self._store.port}"
+        host = self._address()
+        # Left to itself, the store would listen on every interface. Port 0 lets the system choose a free one.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        # The store stays open in this process.
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return f"tcp://{host}:{port}"
 
     def build(self, rendezvous: str, start: PeftAdapter | None = None) -> dict[str, Any]:
         """Join the other ranks and build the model; returns `PolicyRank.describe`.
@@ -56,8 +60,9 @@ class PolicyActor:
         Args:
             start: adapter that the run starts from.
         """
-        if rendezvous.startswith("tcp://127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        from lora_rl.cluster.network import interface_of
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self._address()))
         from lora_rl.policy.model import initialise_parallel
         from lora_rl.policy.trainer import PolicyRank
 
@@ -79,6 +84,16 @@ class PolicyActor:
             import_peft(self.rank.model, start)
             self.rank.freeze_reference()
         return self.rank.describe()
+
+    def _address(self) -> str:
+        """Where the other ranks reach this one: on loopback, unless some are on other nodes."""
+        from lora_rl.config.layout import engine_nodes
+
+        if self._config.cluster.num_nodes - engine_nodes(self._config) == 1:
+            return "127.0.0.1"
+        import ray.util
+
+        return ray.util.get_node_ip_address()
 
     # -- training ----------------------------------------------------------------------------------------------
 

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
 
 
-def start_engines(config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]]) -> list[Worker]:
+def start_engines(
+    config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]], nodes: Sequence[str] = ()
+) -> list[Worker]:
     """Create one actor per engine; returns at once, while the processes start.
 
     Args:
         logs: folder for `engine_<n>.log`.
         options: Ray options of each engine, see `lora_rl.cluster.placement`.
+        nodes: name of the node of each engine, where there are several.
     """
     import ray
 
@@ -34,7 +37,9 @@ def start_engines(config: RunConfig, layout: Layout, logs: Path, options: Sequen
     for index in range(layout.num_engines):
         log = logs / f"engine_{index}.log"
         actor = ray.remote(EngineActor).options(max_restarts=0, **options[index])
-        workers.append(Worker(f"engine {index}", actor.remote(settings, str(log)), log))
+        name = f"engine {index}" + (f" on {nodes[index]}" if nodes else "")
+        # An actor's current directory is that of its node.
+        workers.append(Worker(name, actor.remote(settings, str(log.absolute())), log))
     return workers
 
 
