@@ -29,8 +29,20 @@ class Node:
 
     @property
     def name(self) -> str:
-        """For messages; the beginning of the id is what `ray list nodes` shows, too."""
-        return f"node {self.address} ({self.id[:8]})"
+        """See `node_name`."""
+        return node_name(self.id, self.address)
+
+
+def node_name(node_id: str, address: str) -> str:
+    """For messages; the beginning of the id is what `ray list nodes` shows, too."""
+    return f"node {address} ({node_id[:8]})"
+
+
+def this_node() -> str:
+    """Name of the node that this process is on."""
+    import ray.util
+
+    return node_name(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
 def ask(nodes: Sequence[Node], function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_rl.cluster.facts import visible_devices
-from lora_rl.cluster.nodes import Node, ask
+from lora_rl.cluster.nodes import Node, ask, node_name
 from lora_rl.cluster.workers import WorkerError
 
 Bundle = dict[str, float]
@@ -170,8 +170,9 @@ def _no_room(bundles: Sequence[Bundle], shares: Sequence[tuple[int, int]], timeo
     from ray._private.state import available_resources_per_node
 
     asked = Counter(
-        f"{_amounts(bundle)} for {_count(ranks, 'Megatron rank')} and {_count(engines, 'vLLM engine')}"
-        for bundle, (ranks, engines) in zip(bundles, shares, strict=True)
+        f"{_amounts(bundle)} for "
+        + " and ".join(_count(n, noun) for n, noun in zip(share, ("Megatron rank", "vLLM engine"), strict=True) if n)
+        for bundle, share in zip(bundles, shares, strict=True)
     )
     free = available_resources_per_node()
     lines = [f"no room for the job within {timeout_s:g} s (cluster.startup_timeout_s). It needs, all at the same time:"]
@@ -183,7 +184,7 @@ def _no_room(bundles: Sequence[Bundle], shares: Sequence[tuple[int, int]], timeo
             for kind in ("CPU", "GPU")
             if (total := node["Resources"].get(kind, 0))
         )
-        lines.append(f"  node {node['NodeManagerAddress']} ({node['NodeID'][:8]}): {', '.join(amounts) or 'nothing'}")
+        lines.append(f"  {node_name(node['NodeID'], node['NodeManagerAddress'])}: {', '.join(amounts) or 'nothing'}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from lora_rl.cluster.nodes import this_node
 from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class PolicyActor:
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, platform: str, threads: int, log: str) -> None:
         self._log = capture_to_file(log)
-        logging.warning("rank %d of %d, process %d", rank, world_size, os.getpid())
+        logging.warning("rank %d of %d, process %d, %s", rank, world_size, os.getpid(), this_node())
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._platform_name, self._threads = platform, threads
