@@ -29,7 +29,16 @@ class RayCluster:
     """
 
     def __init__(self, nodes: int, *, cpus: int = 4, gpus: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.support.ray_cluster", str(nodes), "--cpus", str(cpus), "--gpus", str(gpus)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.ray_cluster",
+            str(nodes),
+            "--cpus",
+            str(cpus),
+            "--gpus",
+            str(gpus),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
