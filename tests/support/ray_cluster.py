@@ -2,7 +2,7 @@
 
     python -m tests.support.ray_cluster 3 [--cpus 4] [--gpus 0]
 
-Prints the address, then obeys lines on standard input: `kill 127.0.0.3` ends that node's processes as a power cut would,
+Prints the address, then obeys lines on standard input: `kill 127.0.0.3` ends the processes of a node without warning,
 `resources` prints what is free of what there is, as JSON by node address. Ends the cluster at the end of its input.
 """
 
