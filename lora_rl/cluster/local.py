@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lora_rl.cluster.workers import WorkerError
+
+
+_CONNECT_SECONDS = 10.0
 
 
 @contextmanager
@@ -74,6 +78,10 @@ def _attach(address: str) -> None:
     import ray
 
     try:
+        if address != "auto":
+            # Ray tries for minutes.
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
         # Without a namespace the job gets one of its own: nothing in it can meet what other jobs name alike.
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except Exception as error:

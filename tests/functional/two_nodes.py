@@ -70,7 +70,8 @@ def main() -> int:
         folder, output = Path(temporary) / "run", Path(temporary) / "output"
         cluster = RayCluster(2)
         try:
-            # The cluster of this machine, as `ray start` leaves it.
+            # `auto` prefers this to other clusters on the machine.
+            os.environ["RAY_ADDRESS"] = cluster.address
             driver = start(folder, "auto", output)
             deadline = time.monotonic() + 240
             while lines(folder / "metrics.jsonl") < STEPS_BEFORE_THE_LOSS + 1 and driver.poll() is None:
