@@ -13,7 +13,6 @@ from pathlib import Path
 
 from lora_rl.cluster.workers import WorkerError
 
-
 _CONNECT_SECONDS = 10.0
 
 
