@@ -106,8 +106,8 @@ def mean(records: Sequence[Mapping], metric: str) -> float:
 def table(runs: Mapping[str, Sequence[Mapping]]) -> str:
     """One line per run."""
     heads = [
-        "run", "accuracy", "reward", "s per step", "to synchronous", "total s", "trainer waits", "engine idle", "mean age",
-        "ranks, engines: MiB per step",
+        "run", "accuracy", "reward", "s per step", "to synchronous", "total s", "trainer waits", "engine idle",
+        "mean age", "ranks, engines: MiB per step",
     ]  # fmt: skip
     base = step_seconds(next(iter(runs.values())))
     lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join(["---"] * len(heads)) + " |"]

@@ -5,21 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lora_rl.cluster.workers import WorkerError
+
+_CONNECT_SECONDS = 10.0
+
 
 @contextmanager
 def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: Path) -> Iterator[None]:
-    """Ray for the length of the `with` block; a Ray started here is stopped at its end, whatever happened.
+    """Ray for the length of the `with` block. At its end, whatever happened, a Ray started here is stopped, and a
+    cluster that was there goes on without this job.
 
     Args:
-        address: an existing cluster; None starts one on this machine that listens on loopback only.
+        address: an existing cluster, `host:port` or `auto`; None starts one on this machine that listens on loopback
+            only.
         num_cpus: logical CPUs of a started cluster: one per actor, so that placement never waits.
         num_gpus: GPUs of a started cluster.
         log_file: receives Ray's own messages.
+
+    Raises:
+        WorkerError: there is no cluster at `address`, or this machine is no node of it.
     """
     # `uv run` would otherwise make Ray build a second environment for its workers.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -40,7 +50,7 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            _attach(address)
         else:
             ray.init(
                 address="local",
@@ -61,3 +71,21 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
         notices.propagate = True
         notices.removeHandler(handler)
         handler.close()
+
+
+def _attach(address: str) -> None:
+    import ray
+
+    try:
+        if address != "auto":
+            # Ray tries for minutes.
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        # Without a namespace the job gets one of its own: nothing in it can meet what other jobs name alike.
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WorkerError(
+            f"cluster.address {address}: cannot attach to a Ray cluster there: {reason}. This machine must be a node "
+            "of it: ray start --head on the first one, ray start --address=HOST:PORT on every other"
+        ) from error

@@ -32,6 +32,8 @@ class Layout:
         tp, pp, dp: tensor-, pipeline- and data-parallel sizes; world_size = tp x dp x pp.
         world_size: Megatron ranks, one process each.
         num_engines: vLLM engines.
+        ranks_on, engines_on: Megatron ranks and engines of each node. Both are numbered node by node, so that the
+            ranks of a tensor-parallel group, which are neighbours, are on one node.
         engine_tp: processes per engine.
         sequences_per_step: completions sampled per step.
         optimizer_steps_per_batch: optimizer steps on each of those batches.
@@ -46,6 +48,8 @@ class Layout:
     dp: int
     world_size: int
     num_engines: int
+    ranks_on: tuple[int, ...]
+    engines_on: tuple[int, ...]
     engine_tp: int
     sequences_per_step: int
     optimizer_steps_per_batch: int
@@ -75,20 +79,36 @@ class Layout:
             f"{_count(self.threads_per_rank, 'thread')} each",
         ]
         listed = self.world_size if self.world_size <= 2 * _MAX_RANKS_LISTED else _MAX_RANKS_LISTED
+        rank_nodes = [node for node, ranks in enumerate(self.ranks_on) for _ in range(ranks)]
         for rank in range(listed):
             tp_index, pp_index, dp_index = self.coordinates(rank)
-            lines.append(f"  rank {rank}: tp {tp_index}, pp {pp_index}, dp {dp_index}")
+            where = f", node {rank_nodes[rank]}" if len(self.ranks_on) > 1 else ""
+            lines.append(f"  rank {rank}: tp {tp_index}, pp {pp_index}, dp {dp_index}{where}")
         if listed < self.world_size:
             lines.append(f"  ... and {self.world_size - listed} more ranks")
         lines += [
             f"vLLM: {_count(self.num_engines, 'engine')} of tp {self.engine_tp}, "
             f"{_count(self.threads_per_engine, 'thread')} per process, "
             + ("taking turns with the ranks" if self.colocated else "on resources of their own"),
+            *self._describe_nodes(),
             f"each step: {_count(self.sequences_per_step, 'sequence')}, "
             f"{_count(self.optimizer_steps_per_batch, 'optimizer step')}, "
             f"{self.sequences_per_rank} sequences per data-parallel rank in each",
         ]
         return "\n".join(lines)
+
+    def _describe_nodes(self) -> list[str]:
+        if len(self.ranks_on) == 1:
+            return []
+        shares: dict[tuple[int, int], list[int]] = {}
+        for node, share in enumerate(zip(self.ranks_on, self.engines_on, strict=True)):
+            shares.setdefault(share, []).append(node)
+        return [
+            f"{_count(len(nodes), 'node')} ({nodes[0]}{f' to {nodes[-1]}' if len(nodes) > 1 else ''}): "
+            + " and ".join(_count(n, noun) for n, noun in ((ranks, "rank"), (engines, "engine")) if n)
+            + (" each" if len(nodes) > 1 else "")
+            for (ranks, engines), nodes in shares.items()
+        ]
 
 
 def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, cores: int | None = None) -> Layout:
@@ -108,12 +128,15 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
     cores = cores or config.cluster.num_cpus or available_cores()
     megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    nodes, per_node = config.cluster.num_nodes, ranks_per_node(config, platform)
-    world_size = per_node * nodes
+    per_node = ranks_per_node(config, platform)
+    # The last nodes are the engines'.
+    own, nodes = engine_nodes(config), config.cluster.num_nodes
+    ranks_on = (per_node,) * (nodes - own) + (0,) * own
+    engines = _engines_per_node(config, platform, _gpus_per_node(config, platform))
+    engines_on = (0,) * (nodes - own) + (engines,) * own if own else (engines,) * nodes
+    world_size = sum(ranks_on)
     dp = world_size // (tp * pp)
     engine_tp = vllm.tensor_parallel_size
-    num_engines = _engines_per_node(config, platform, world_size // nodes) * nodes
-    engine_processes_per_node = math.ceil(num_engines * engine_tp / nodes)
     tiny = platform == "cpu" and _is_tiny(config)
     return Layout(
         platform=platform,
@@ -121,46 +144,71 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
         pp=pp,
         dp=dp,
         world_size=world_size,
-        num_engines=num_engines,
+        num_engines=sum(engines_on),
+        ranks_on=ranks_on,
+        engines_on=engines_on,
         engine_tp=engine_tp,
         sequences_per_step=config.sequences_per_step,
         optimizer_steps_per_batch=config.sequences_per_step // config.train_global_batch_size,
         sequences_per_rank=config.train_global_batch_size // dp,
         # Ranks and engines take turns, so each side may use all cores.
         threads_per_rank=megatron.num_threads or _threads(cores, per_node, platform, tiny),
-        threads_per_engine=vllm.num_threads or _threads(cores, engine_processes_per_node, platform, tiny),
+        threads_per_engine=vllm.num_threads or _threads(cores, max(1, engines * engine_tp), platform, tiny),
         colocated=config.policy.generation.colocated.enabled,
     )
 
 
-def _engines_per_node(config: RunConfig, platform: PlatformName, ranks: int) -> int:
+def engine_nodes(config: RunConfig) -> int:
+    """Nodes that only engines use; 0 where engines and ranks are on the same nodes."""
+    generation, nodes = config.policy.generation, config.cluster.num_nodes
+    return 0 if generation.colocated.enabled or nodes == 1 else generation.colocated.resources.num_nodes or 0
+
+
+def _gpus_per_node(config: RunConfig, platform: PlatformName) -> int:
+    """Devices of a node, whatever uses them; on the CPU the ranks."""
+    if platform == "cuda":
+        return config.cluster.gpus_per_node or count_gpus()
+    megatron = config.policy.megatron_cfg
+    one_replica = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    return config.cluster.gpus_per_node or one_replica
+
+
+def _engines_per_node(config: RunConfig, platform: PlatformName, gpus: int) -> int:
+    """Engines on each node that has any."""
     generation = config.policy.generation
     engine_tp = generation.vllm_cfg.tensor_parallel_size
     if not generation.colocated.enabled:
-        return (generation.colocated.resources.gpus_per_node or engine_tp) // engine_tp
+        # Nodes of their own are used whole, where that is a number of devices.
+        whole = gpus if platform == "cuda" and engine_nodes(config) else engine_tp
+        return (generation.colocated.resources.gpus_per_node or whole) // engine_tp
     # On the CPU one engine per node: a second one would take the same cores and its own copy of the weights.
-    return 1 if platform == "cpu" else ranks // engine_tp
+    return 1 if platform == "cpu" else gpus // engine_tp
 
 
 def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Violation]:
     """What keeps the ranks from dividing evenly, and the batch from dividing over them."""
-    megatron = config.policy.megatron_cfg
+    megatron, generation = config.policy.megatron_cfg, config.policy.generation
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    per_node, nodes = ranks_per_node(config, platform), config.cluster.num_nodes
-    world_size = per_node * nodes
-    own = config.policy.generation.colocated.resources.gpus_per_node
-    engine_tp = config.policy.generation.vllm_cfg.tensor_parallel_size
-    if own is not None and own % engine_tp:
-        yield Violation(
-            "policy.generation.colocated.resources.gpus_per_node",
-            f"must be a multiple of policy.generation.vllm_cfg.tensor_parallel_size = {engine_tp}",
-            own,
-        )
+    own_nodes, gpus = engine_nodes(config), _gpus_per_node(config, platform)
+    if own_nodes >= config.cluster.num_nodes:
+        # Reported by its own rule.
         return
-    if world_size == 0 and not config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
+    per_node, nodes = ranks_per_node(config, platform), config.cluster.num_nodes - own_nodes
+    world_size = per_node * nodes
+    own, engine_tp = generation.colocated.resources.gpus_per_node, generation.vllm_cfg.tensor_parallel_size
+    own_key = "policy.generation.colocated.resources.gpus_per_node"
+    if own is not None and own % engine_tp:
+        problem = f"must be a multiple of policy.generation.vllm_cfg.tensor_parallel_size = {engine_tp}"
+        yield Violation(own_key, problem, own)
+        return
+    if platform == "cuda" and own_nodes and (own or engine_tp) > gpus > 0:
+        key = own_key if own else "policy.generation.vllm_cfg.tensor_parallel_size"
+        yield Violation(key, f"an engine is on one node, which has {gpus} GPUs; lower it", own or engine_tp)
+        return
+    if world_size == 0 and not generation.colocated.enabled and config.cluster.gpus_per_node:
         key, value = "policy.generation.vllm_cfg.tensor_parallel_size", engine_tp
         if own is not None:
-            key, value = "policy.generation.colocated.resources.gpus_per_node", own
+            key, value = own_key, own
         problem = f"leaves no GPU of cluster.gpus_per_node = {config.cluster.gpus_per_node} for the trainer; lower it"
         yield Violation(key, problem, value)
         return
@@ -177,10 +225,18 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
             config.cluster.gpus_per_node,
         )
         return
-    if platform == "cuda" and config.policy.generation.colocated.enabled and world_size % engine_tp:
+    if per_node % tp:
+        yield Violation(
+            "policy.megatron_cfg.tensor_model_parallel_size",
+            f"a tensor-parallel group must be on one node, and a node has {_count(per_node, 'rank')}; use a divisor of "
+            f"{per_node}",
+            tp,
+        )
+        return
+    if platform == "cuda" and generation.colocated.enabled and per_node % engine_tp:
         yield Violation(
             "policy.generation.vllm_cfg.tensor_parallel_size",
-            f"the {world_size} GPUs are not a multiple of it; use a divisor of {world_size}",
+            f"the {per_node} GPUs of a node are not a multiple of it; use a divisor of {per_node}",
             engine_tp,
         )
     dp, batch = world_size // (tp * pp), config.train_global_batch_size
@@ -200,17 +256,12 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
 
 
 def ranks_per_node(config: RunConfig, platform: PlatformName) -> int:
-    """Megatron ranks per node.
+    """Megatron ranks on each node that has any.
 
     On the CPU `cluster.gpus_per_node`, or tp x pp. On CUDA the node's GPUs, less those that engines have to themselves.
     """
-    if platform == "cpu":
-        megatron = config.policy.megatron_cfg
-        one_replica = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-        return config.cluster.gpus_per_node or one_replica
-    gpus = config.cluster.gpus_per_node or count_gpus()
-    generation = config.policy.generation
-    if generation.colocated.enabled:
+    gpus, generation = _gpus_per_node(config, platform), config.policy.generation
+    if platform == "cpu" or generation.colocated.enabled or engine_nodes(config):
         return gpus
     return max(0, gpus - _engines_per_node(config, platform, gpus) * generation.vllm_cfg.tensor_parallel_size)
 

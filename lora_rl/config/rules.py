@@ -53,6 +53,17 @@ def several_nodes_need_a_cluster(config: RunConfig) -> Iterator[Violation]:
         yield Violation("cluster.num_nodes", problem, config.cluster.num_nodes)
 
 
+def address_can_be_attached_to(config: RunConfig) -> Iterator[Violation]:
+    """A driver that is no part of the cluster has no objects to share, and a Ray of its own needs no address."""
+    address = config.cluster.address
+    if address is not None and "://" in address:
+        problem = "Ray Client is not supported; run on a node of the cluster with address auto, or host:port"
+        yield Violation("cluster.address", problem, address)
+    elif address is not None and address != "auto" and not re.fullmatch(r"\[?[\w.:-]+?\]?:\d+", address):
+        problem = "must be auto or host:port of a running Ray cluster; null starts a Ray on this machine"
+        yield Violation("cluster.address", problem, address)
+
+
 def sampling_is_random(config: RunConfig) -> Iterator[Violation]:
     """Logits are divided by the temperature, and greedy completions of one prompt are all the same."""
     if config.policy.generation.temperature == 0:
@@ -144,9 +155,19 @@ def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]
         if colocated.enabled and value is not None:
             problem = "has no effect while policy.generation.colocated.enabled is true; leave it null"
             yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
-        elif name == "num_nodes" and (value or 1) > 1:
-            problem = "engines on several nodes are not available in this version; set it to 1 or null"
-            yield Violation(f"policy.generation.colocated.resources.{name}", problem, value)
+
+
+def engine_nodes_leave_nodes_for_ranks(config: RunConfig) -> Iterator[Violation]:
+    """With several nodes, those of the engines are part of `cluster.num_nodes`."""
+    own, nodes = config.policy.generation.colocated.resources.num_nodes, config.cluster.num_nodes
+    if config.policy.generation.colocated.enabled or own is None:
+        return
+    if nodes == 1 and own > 1:
+        problem = "engines and ranks share the one node of cluster.num_nodes; set it to 1 or null, or raise num_nodes"
+        yield Violation("policy.generation.colocated.resources.num_nodes", problem, own)
+    elif nodes > 1 and own >= nodes:
+        problem = f"leaves no node of cluster.num_nodes = {nodes} for the trainer; use at most {nodes - 1}"
+        yield Violation("policy.generation.colocated.resources.num_nodes", problem, own)
 
 
 def async_runs_beside_the_trainer(config: RunConfig) -> Iterator[Violation]:
@@ -292,6 +313,7 @@ RULES: tuple[Rule, ...] = (
     batch_divides_step,
     layout_fits,
     several_nodes_need_a_cluster,
+    address_can_be_attached_to,
     sampling_is_random,
     correction_needs_full_distribution,
     correction_bounds,
@@ -302,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     colocated_engines_have_no_own_gpus,
     async_runs_beside_the_trainer,
     async_keys_have_an_effect,
+    engine_nodes_leave_nodes_for_ranks,
     sync_mode_fits,
     learning_rate_schedule,
     start_adapter_is_there,

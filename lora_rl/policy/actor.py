@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from lora_rl.cluster.nodes import this_node
 from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class PolicyActor:
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, platform: str, threads: int, log: str) -> None:
         self._log = capture_to_file(log)
-        logging.warning("rank %d of %d, process %d", rank, world_size, os.getpid())
+        logging.warning("rank %d of %d, process %d, %s", rank, world_size, os.getpid(), this_node())
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._platform_name, self._threads = platform, threads
@@ -42,13 +43,17 @@ class PolicyActor:
 
     def open_rendezvous(self) -> str:
         """Bind the store that the ranks meet at, and return its URL. Called on rank 0 only."""
-        import ray.util
+        import socket
+
         from torch.distributed import TCPStore
 
-        host = ray.util.get_node_ip_address()
-        # Port 0 lets the system choose a free one; the store stays open in this process.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return f"tcp://{host}:{self._store.port}"
+        host = self._address()
+        # Left to itself, the store would listen on every interface. Port 0 lets the system choose a free one.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        # The store stays open in this process.
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return f"tcp://{host}:{port}"
 
     def build(self, rendezvous: str, start: PeftAdapter | None = None) -> dict[str, Any]:
         """Join the other ranks and build the model; returns `PolicyRank.describe`.
@@ -56,8 +61,9 @@ class PolicyActor:
         Args:
             start: adapter that the run starts from.
         """
-        if rendezvous.startswith("tcp://127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        from lora_rl.cluster.network import interface_of
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self._address()))
         from lora_rl.policy.model import initialise_parallel
         from lora_rl.policy.trainer import PolicyRank
 
@@ -79,6 +85,16 @@ class PolicyActor:
             import_peft(self.rank.model, start)
             self.rank.freeze_reference()
         return self.rank.describe()
+
+    def _address(self) -> str:
+        """Where the other ranks reach this one: on loopback, unless some are on other nodes."""
+        from lora_rl.config.layout import engine_nodes
+
+        if self._config.cluster.num_nodes - engine_nodes(self._config) == 1:
+            return "127.0.0.1"
+        import ray.util
+
+        return ray.util.get_node_ip_address()
 
     # -- training ----------------------------------------------------------------------------------------------
 

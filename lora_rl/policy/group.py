@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import TrainBatch
 
 
-def start_ranks(config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]]) -> list[Worker]:
+def start_ranks(
+    config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]], nodes: Sequence[str] = ()
+) -> list[Worker]:
     """Create one actor per Megatron rank; returns at once, while the processes start.
 
     Args:
         logs: folder for `rank_<n>.log`.
         options: Ray options of each rank, see `lora_rl.cluster.placement`.
+        nodes: name of the node of each rank, where there are several.
     """
     import ray
 
@@ -48,9 +51,11 @@ def start_ranks(config: RunConfig, layout: Layout, logs: Path, options: Sequence
         handle = (
             ray.remote(PolicyActor)
             .options(max_restarts=0, **options[rank])
-            .remote(config, rank, layout.world_size, layout.platform, layout.threads_per_rank, str(log))
+            # An actor's current directory is that of its node.
+            .remote(config, rank, layout.world_size, layout.platform, layout.threads_per_rank, str(log.absolute()))
         )
-        workers.append(Worker(f"rank {rank} (tp {tp}, pp {pp}, dp {dp})", handle, log))
+        where = f" on {nodes[rank]}" if nodes else ""
+        workers.append(Worker(f"rank {rank} (tp {tp}, pp {pp}, dp {dp}){where}", handle, log))
     return workers
 
 
@@ -199,7 +204,7 @@ class PolicyGroup:
     def save_adapter(self, path: Path) -> None:
         """Write the current adapters as a PEFT directory, which must not exist yet."""
         model = self.config.policy.model_name
-        calls = [w.call("save_adapter", str(path), model) for w in self.workers]
+        calls = [w.call("save_adapter", str(path.absolute()), model) for w in self.workers]
         wait(calls, timeout_s=self._timeout, doing="saving the adapter")
 
     def save_model(self, path: Path) -> None:

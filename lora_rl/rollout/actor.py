@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lora_rl.cluster.nodes import this_node
 from lora_rl.rollout.serving import EngineServer, Heartbeat, Job, JobResult
 from lora_rl.track.logs import capture_to_file
 
@@ -34,7 +35,7 @@ class EngineActor:
 
     def __init__(self, settings: EngineSettings, log: str) -> None:
         self._log = capture_to_file(log)
-        logging.warning("engine for %s, process %d", settings.model, os.getpid())
+        logging.warning("engine for %s, process %d, %s", settings.model, os.getpid(), this_node())
         self._settings = settings
         os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
 

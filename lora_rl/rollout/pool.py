@@ -35,17 +35,25 @@ logger = logging.getLogger(__name__)
 _COLLECT_SECONDS = 0.5
 
 
-def start_engines(config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]]) -> list[Worker]:
+def start_engines(
+    config: RunConfig, layout: Layout, logs: Path, options: Sequence[dict[str, Any]], nodes: Sequence[str] = ()
+) -> list[Worker]:
     """Create one actor per engine; returns at once, while the processes start.
 
     Args:
         logs: folder for `engine_<n>.log`.
         options: Ray options of each engine, see `lora_rl.cluster.placement`.
+        nodes: name of the node of each engine, where there are several.
     """
-    return [start_engine(config, layout, logs, options[index], index) for index in range(layout.num_engines)]
+    return [
+        start_engine(config, layout, logs, options[index], index, nodes[index] if nodes else "")
+        for index in range(layout.num_engines)
+    ]
 
 
-def start_engine(config: RunConfig, layout: Layout, logs: Path, options: dict[str, Any], index: int) -> Worker:
+def start_engine(
+    config: RunConfig, layout: Layout, logs: Path, options: dict[str, Any], index: int, node: str = ""
+) -> Worker:
     """Create the actor of engine `index`, also again after it was lost; its log goes on."""
     import ray
 
@@ -53,7 +61,9 @@ def start_engine(config: RunConfig, layout: Layout, logs: Path, options: dict[st
 
     log = logs / f"engine_{index}.log"
     actor = ray.remote(EngineActor).options(max_restarts=0, max_concurrency=64, **options)
-    return Worker(f"engine {index}", actor.remote(engine_settings(config, layout), str(log)), log)
+    name = f"engine {index}" + (f" on {node}" if node else "")
+    # An actor's current directory is that of its node.
+    return Worker(name, actor.remote(engine_settings(config, layout), str(log.absolute())), log)
 
 
 def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:

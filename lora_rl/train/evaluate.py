@@ -148,33 +148,16 @@ def _engines(
     config: RunConfig, layout: Layout, console: Console, logs: Path, adapter: PeftAdapter | None
 ) -> Iterator[EnginePool]:
     """Engines that hold the base model, or base and adapter merged in the workers; stopped at the end."""
-    from lora_rl.cluster.local import ray_session
-    from lora_rl.cluster.placement import place
     from lora_rl.cluster.workers import wait
     from lora_rl.rollout.pool import EnginePool, start_engines
+    from lora_rl.train.resources import reserve
 
     logs.mkdir(parents=True, exist_ok=True)
-    processes = layout.num_engines * layout.engine_tp
     with ExitStack() as stack:
-        with console.startup("Ray"):
-            session = ray_session(
-                address=config.cluster.address,
-                num_cpus=layout.num_engines,
-                num_gpus=processes if layout.platform == "cuda" else 0,
-                log_file=logs / "ray.log",
-            )
-            stack.enter_context(session)
-        placement = place(
-            platform=layout.platform,
-            colocated=True,
-            world_size=processes,
-            num_engines=layout.num_engines,
-            engine_tp=layout.engine_tp,
-            timeout_s=config.cluster.startup_timeout_s,
-        )
+        placement = stack.enter_context(reserve(config, layout, console, logs, ranks=False))
         timeout = config.cluster.startup_timeout_s
         with console.startup("vLLM"):
-            workers = start_engines(config, layout, logs, placement.engines)
+            workers = start_engines(config, layout, logs, placement.engines, placement.engine_nodes)
             wait([w.call("build") for w in workers], timeout_s=timeout, doing="start-up: vLLM")
         pool = EnginePool(workers, timeout_s=config.cluster.step_timeout_s)
         stack.callback(pool.close)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_rl.cluster.local import ray_session
-from lora_rl.cluster.placement import place
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
 from lora_rl.data import PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
 from lora_rl.rewards import Scorer
 from lora_rl.rollout.queue import PromptQueue
+from lora_rl.train.resources import reserve
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -114,11 +113,6 @@ def start_job(
         WorkerError: a process could not be started.
         SyncError: trainer and engine do not compute the same.
     """
-    if config.cluster.num_nodes > 1:
-        raise ValueError(
-            f"cluster.num_nodes={config.cluster.num_nodes}: every rank must be on one machine in this version; set it "
-            "to 1"
-        )
     tokenizer, prompts, held_out = load_data(config, console.warn)
     queue = PromptQueue(prompts)
     if resume is not None:
@@ -128,30 +122,14 @@ def start_job(
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         scorer = stack.enter_context(start_scorer(config, console, logs, [*prompts.prompts, *held_out]))
-        with console.startup("Ray"):
-            # Every actor takes one logical CPU; a local cluster has exactly as many.
-            session = ray_session(
-                address=config.cluster.address,
-                num_cpus=layout.world_size + layout.num_engines,
-                num_gpus=layout.num_gpus,
-                log_file=logs / "ray.log",
-            )
-            stack.enter_context(session)
+        placement = stack.enter_context(reserve(config, layout, console, logs))
         from lora_rl.rollout.pool import EnginePool, Supervision, start_engine, start_engines, sync_backend
         from lora_rl.sync.vllm_plugin import SHARED_MEMORY
 
-        placement = place(
-            platform=layout.platform,
-            colocated=config.policy.generation.colocated.enabled,
-            world_size=layout.world_size,
-            num_engines=layout.num_engines,
-            engine_tp=layout.engine_tp,
-            timeout_s=config.cluster.startup_timeout_s,
-        )
-        engine_workers = start_engines(config, layout, logs, placement.engines)
+        engine_workers = start_engines(config, layout, logs, placement.engines, placement.engine_nodes)
         from lora_rl.policy.group import PolicyGroup, start_ranks
 
-        rank_workers = start_ranks(config, layout, logs, placement.ranks)
+        rank_workers = start_ranks(config, layout, logs, placement.ranks, placement.rank_nodes)
         description = build_processes(config, console, engine_workers, rank_workers, start)
 
         from lora_rl.rollout.source import Generator
@@ -163,7 +141,8 @@ def start_job(
         together = layout.colocated and layout.platform == "cuda"
 
         def relaunch(index: int) -> Worker:
-            return start_engine(config, layout, logs, placement.engines[index], index)
+            node = placement.engine_nodes[index] if placement.engine_nodes else ""
+            return start_engine(config, layout, logs, placement.engines[index], index, node)
 
         engines = EnginePool(
             engine_workers,

@@ -196,10 +196,9 @@ def _start(
     same: dict[str, Any],
 ) -> Iterator[SftJob]:
     """Ray and the ranks; no engine is needed."""
-    from lora_rl.cluster.local import ray_session
-    from lora_rl.cluster.placement import place
     from lora_rl.policy.group import PolicyGroup, start_ranks
     from lora_rl.train.job import build_processes, restore_policy, start_adapter
+    from lora_rl.train.resources import reserve
 
     tokenizer, prompts, held_out = load_examples(config, console.warn)
     if resume is not None:
@@ -208,23 +207,8 @@ def _start(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        with console.startup("Ray"):
-            session = ray_session(
-                address=config.cluster.address,
-                num_cpus=layout.world_size,
-                num_gpus=layout.world_size if layout.platform == "cuda" else 0,
-                log_file=logs / "ray.log",
-            )
-            stack.enter_context(session)
-        placement = place(
-            platform=layout.platform,
-            colocated=True,
-            world_size=layout.world_size,
-            num_engines=0,
-            engine_tp=1,
-            timeout_s=config.cluster.startup_timeout_s,
-        )
-        ranks = start_ranks(config, layout, logs, placement.ranks)
+        placement = stack.enter_context(reserve(config, layout, console, logs, engines=False))
+        ranks = start_ranks(config, layout, logs, placement.ranks, placement.rank_nodes)
         description = build_processes(config, console, [], ranks, start)
         policy = PolicyGroup(config, layout, ranks)
         if resume is not None:

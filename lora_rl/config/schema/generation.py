@@ -11,8 +11,14 @@ from lora_rl.config.schema.base import Fraction, Precision, Section
 class ResourcesConfig(Section):
     """`policy.generation.colocated.resources`: GPUs of engines that do not share those of the trainer."""
 
-    gpus_per_node: PositiveInt | None = Field(None, description="GPUs per node reserved for engines.")
-    num_nodes: PositiveInt | None = Field(None, description="Nodes reserved for engines.")
+    gpus_per_node: PositiveInt | None = Field(
+        None,
+        description="GPUs reserved for engines on each node that has any; null: one engine, or all of a reserved node.",
+    )
+    num_nodes: PositiveInt | None = Field(
+        None,
+        description="How many of cluster.num_nodes are reserved for engines; null: every node has ranks and engines.",
+    )
 
 
 class ColocatedConfig(Section):

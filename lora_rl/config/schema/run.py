@@ -73,8 +73,11 @@ class ClusterConfig(Section):
         description="GPUs used per node, on the CPU Megatron ranks per node; null: all GPUs of this machine, "
         "on the CPU tp x pp.",
     )
-    num_nodes: PositiveInt = Field(1, description="Nodes used.")
-    address: str | None = Field(None, description="Address of a running Ray cluster; null: start a local Ray.")
+    num_nodes: PositiveInt = Field(1, description="Nodes used, those of the engines included.")
+    address: str | None = Field(
+        None,
+        description="Running Ray cluster to use, host:port, or auto for that of this machine; null: start a local Ray.",
+    )
     num_cpus: PositiveInt | None = Field(None, description="Cores to use per node; null: all that are available.")
     startup_timeout_s: PositiveFloat = Field(
         300.0, description="Seconds until every process must be ready; longer ends the job."

@@ -97,6 +97,55 @@ def test_engines_apart_on_the_cpu(config_file):
     assert (one.num_engines, one.engine_tp, one.num_gpus) == (1, 2, 0)
 
 
+OWN_NODES = "policy.generation.colocated.resources.num_nodes"
+NODES = ["cluster.address=auto", "grpo.num_prompts_per_step=96"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks_on", "engines_on"),
+    [
+        ([], (2,), (1,)),
+        (["cluster.num_nodes=2"], (2, 2), (1, 1)),
+        ([*APART, "cluster.num_nodes=2"], (2, 2), (1, 1)),
+        ([*APART, "cluster.num_nodes=2", f"{OWN}=2"], (2, 2), (2, 2)),
+        # A single node is shared, as it must be.
+        ([*APART, f"{OWN_NODES}=1"], (2,), (1,)),
+        ([*APART, "cluster.num_nodes=2", f"{OWN_NODES}=1"], (2, 0), (0, 1)),
+        ([*APART, "cluster.num_nodes=4", f"{OWN_NODES}=1", f"{OWN}=3"], (2, 2, 2, 0), (0, 0, 0, 3)),
+        (["cluster.platform=cuda", "cluster.num_nodes=2"], (2, 2), (2, 2)),
+        (["cluster.platform=cuda", *APART, "cluster.num_nodes=2"], (1, 1), (1, 1)),
+        (["cluster.platform=cuda", *APART, "cluster.num_nodes=2", f"{OWN_NODES}=1"], (2, 0), (0, 2)),
+        (["cluster.platform=cuda", *APART, "cluster.num_nodes=3", f"{OWN_NODES}=2", f"{OWN}=1"], (2, 0, 0), (0, 1, 1)),
+        (
+            ["cluster.platform=cuda", *APART, "cluster.num_nodes=3", f"{OWN_NODES}=2", f"{ENGINE_TP}=2"],
+            (2, 0, 0),
+            (0, 1, 1),
+        ),
+    ],
+)
+def test_what_each_node_has(config_file, overrides, ranks_on, engines_on):
+    got = derive_layout(load_config(config_file, ["cluster.gpus_per_node=2", *NODES, *overrides]), cores=8)
+    assert (got.ranks_on, got.engines_on) == (ranks_on, engines_on)
+    assert (got.world_size, got.num_engines) == (sum(ranks_on), sum(engines_on))
+    assert got.dp == got.world_size
+
+
+def test_nodes_are_described(config_file):
+    overrides = [*NODES, *APART, "cluster.num_nodes=3", f"{OWN_NODES}=1", f"{TP}=2", f"{OWN}=2"]
+    text = derive_layout(load_config(config_file, overrides), cores=8).describe()
+    assert "rank 1: tp 1, pp 0, dp 0, node 0" in text
+    assert "rank 2: tp 0, pp 0, dp 1, node 1" in text
+    assert "2 nodes (0 to 1): 2 ranks each\n1 node (2): 2 engines\n" in text
+    alike = derive_layout(load_config(config_file, [*NODES, "cluster.num_nodes=2"]), cores=8).describe()
+    assert "2 nodes (0 to 1): 1 rank and 1 engine each" in alike
+    assert "node" not in derive_layout(load_config(config_file), cores=8).describe()
+
+
+def test_a_pipeline_or_data_parallel_group_may_span_nodes(config_file):
+    got = derive_layout(load_config(config_file, [*NODES, "cluster.num_nodes=2", "cluster.gpus_per_node=1", f"{PP}=2"]))
+    assert (got.ranks_on, got.pp, got.dp) == ((1, 1), 2, 1)
+
+
 def test_ranks_are_ordered_tp_then_dp_then_pp(config_file):
     got = derive_layout(load_config(config_file, ["cluster.gpus_per_node=8", f"{TP}=2", f"{PP}=2"]), cores=8)
     coordinates = [got.coordinates(rank) for rank in range(got.world_size)]

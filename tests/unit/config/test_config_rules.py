@@ -17,12 +17,15 @@ from tests.unit.config.sample_files import write_model
 LOSS = "loss_fn"
 PEFT = "policy.megatron_cfg.peft"
 TARGETS = f"{PEFT}.target_modules"
+MEGATRON = "policy.megatron_cfg"
 SCHEDULER = "policy.megatron_cfg.scheduler"
 VLLM = "policy.generation.vllm_cfg"
 SYNC = "policy.generation.weight_sync"
 COLOCATED = "policy.generation.colocated"
 OWN_GPUS = f"{COLOCATED}.resources.gpus_per_node"
 DATA = Path(__file__).parents[3] / "examples/data/sums.jsonl"
+OWN_NODES = f"{COLOCATED}.resources.num_nodes"
+THREE_NODES = ["cluster.num_nodes=3", "cluster.address=auto"]
 CORRECTION = f"{LOSS}.use_importance_sampling_correction=true"
 
 REINFORCE = f"{LOSS}.disable_ppo_ratio=true"
@@ -56,7 +59,7 @@ CASES = [
     (
         ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{VLLM}.tensor_parallel_size=4"],
         f"{VLLM}.tensor_parallel_size",
-        "the 2 GPUs are not a multiple of it; use a divisor of 2",
+        "the 2 GPUs of a node are not a multiple of it; use a divisor of 2",
         2,
     ),
     (["cluster.num_nodes=2"], "cluster.num_nodes", "set cluster.address", 1),
@@ -171,11 +174,57 @@ CASES = [
         "4:00:00",
     ),
     (
-        ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=2"],
-        "policy.generation.colocated.resources.num_nodes",
-        "engines on several nodes are not available",
+        [f"{COLOCATED}.enabled=false", f"{OWN_NODES}=2"],
+        OWN_NODES,
+        "engines and ranks share the one node of cluster.num_nodes; set it to 1 or null",
         1,
     ),
+    (
+        [*THREE_NODES, f"{COLOCATED}.enabled=false", f"{OWN_NODES}=3"],
+        OWN_NODES,
+        "leaves no node of cluster.num_nodes = 3 for the trainer; use at most 2",
+        1,
+    ),
+    (
+        # Six ranks divide into tensor-parallel pairs, but one pair would be on two nodes.
+        [
+            *("cluster.address=auto", "cluster.num_nodes=2", "cluster.gpus_per_node=3", "grpo.num_prompts_per_step=96"),
+            f"{MEGATRON}.tensor_model_parallel_size=2",
+        ],
+        f"{MEGATRON}.tensor_model_parallel_size",
+        "a tensor-parallel group must be on one node, and a node has 3 ranks; use a divisor of 3",
+        1,
+    ),
+    (
+        # Eight GPUs in all, but an engine of four would be on two nodes.
+        [
+            *("cluster.platform=cuda", "cluster.num_nodes=4", "cluster.address=auto", "cluster.gpus_per_node=2"),
+            f"{VLLM}.tensor_parallel_size=4",
+        ],
+        f"{VLLM}.tensor_parallel_size",
+        "the 2 GPUs of a node are not a multiple of it",
+        2,
+    ),
+    (
+        [
+            *("cluster.platform=cuda", *THREE_NODES, "cluster.gpus_per_node=2", f"{COLOCATED}.enabled=false"),
+            *(f"{OWN_NODES}=1", f"{VLLM}.tensor_parallel_size=4"),
+        ],
+        f"{VLLM}.tensor_parallel_size",
+        "an engine is on one node, which has 2 GPUs; lower it",
+        2,
+    ),
+    (
+        [
+            *("cluster.platform=cuda", *THREE_NODES, "cluster.gpus_per_node=2", f"{COLOCATED}.enabled=false"),
+            *(f"{OWN_NODES}=1", f"{OWN_GPUS}=4"),
+        ],
+        OWN_GPUS,
+        "an engine is on one node, which has 2 GPUs; lower it",
+        2,
+    ),
+    (["cluster.address=ray://head:10001"], "cluster.address", "Ray Client is not supported", "head:6379"),
+    (["cluster.address=local"], "cluster.address", "must be auto or host:port", "'[::1]:6379'"),
     ([f"{LOSS}.ratio_clip_c=1"], f"{LOSS}.ratio_clip_c", "must be > 1 (3.0 is usual), or null", 3),
     (["policy.generation.max_new_tokens=32"], "policy.generation.max_new_tokens", "must be less than", 31),
     ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "must be more than policy.generation.max_new_tokens", 32),
