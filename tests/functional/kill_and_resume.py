@@ -4,8 +4,9 @@
 
 The victims take turns: the driver, a Megatron rank, the engine (which the run survives, so that the driver follows some
 steps later), the driver in the middle of writing a checkpoint; each is killed with SIGKILL after a random time. After
-every kill the same command is run again. In the end records, adapter, optimizer and random state must equal those of the
-undisturbed run bit for bit; only times and memory may differ. Prints one line per kill and per check. Exit status: 0 all equal, 1 not.
+every kill the same command is run again. In the end records, adapter, optimizer and random state must equal those of
+the undisturbed run bit for bit; only times and memory may differ. Prints one line per kill and per check. Exit status:
+0 all equal, 1 not.
 """
 
 import argparse
