@@ -168,6 +168,10 @@ def summary_lines(state: RunState, width: int, glyphs: Glyphs, failed: bool) -> 
             lines.append(line.append(f" -> last {number(values[-1])}", style="bold"))
     if rates := state.tokens_per_s():
         lines += flow((_pair(p, number(rate)) for p, rate in rates.items()), width, label("tokens/s"))
+    if staleness := state.staleness():
+        ages = ("mean age", "oldest")
+        shown = (_pair(n, number(v) if n in ages else f"{v:.0%}") for n, v in staleness.items())
+        lines += flow(shown, width, label("staleness"))
     return lines
 
 

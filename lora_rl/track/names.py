@@ -12,6 +12,13 @@ NLL = "train/nll"
 VAL_NLL = "val/nll"
 ACCURACY = "val/accuracy"  # on held-out prompts, 0 to 1
 
+# Of asynchronous runs only. Ages count weight versions between sampling and training.
+AGE = "rollout/age_mean"
+OLDEST = "rollout/age_max"
+STALE_SHARE = "rollout/stale_share"  # groups given up as too old, of those started
+ENGINE_IDLE_SHARE = "rollout/engine_idle_share"
+TRAINER_IDLE_S = "rollout/trainer_idle_s"  # seconds of a step in which the trainer waited for rollouts
+
 # Prefixes followed by a phase name. `PhaseTimer.end_step` writes all of them.
 TIME = "time/"  # seconds in that phase; the phases and time/other add up to time/step
 TOKENS = "tokens/"  # tokens that the phase worked on

@@ -18,6 +18,7 @@ class RunState:
         latest: the last value of every metric.
         steps, history: for the reward and the held-out accuracy, the steps and values recorded.
         seconds, tokens: per phase, summed over the records.
+        async_steps: ages and waiting of each step of an asynchronous run.
     """
 
     def __init__(self, total_steps: int | None = None):
@@ -29,6 +30,7 @@ class RunState:
         self.history: dict[str, list[float]] = {names.REWARD: [], names.ACCURACY: []}
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, float] = {}
+        self.async_steps: list[dict[str, float]] = []
         self._recent_step_s: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def update(self, record: Mapping) -> None:
@@ -39,6 +41,9 @@ class RunState:
             if name in record:
                 self.steps[name].append(self.step)
                 self.history[name].append(record[name])
+        if names.AGE in record:
+            kept = (names.AGE, names.OLDEST, names.STALE_SHARE, names.ENGINE_IDLE_SHARE, names.TRAINER_IDLE_S)
+            self.async_steps.append({name: record.get(name, 0.0) for name in (*kept, names.STEP_TIME)})
         for phase, seconds in names.phase_seconds(record).items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
             if names.TOKENS + phase in record:
@@ -47,6 +52,21 @@ class RunState:
             self.trained += 1
             if names.STEP_TIME in record:
                 self._recent_step_s.append(record[names.STEP_TIME])
+
+    def staleness(self) -> dict[str, float] | None:
+        """Of an asynchronous run: mean and largest age, and the shares of groups given up, and of the time in which
+        engines or trainer had nothing to do. None for others."""
+        steps = self.async_steps
+        if not steps:
+            return None
+        wall = math.fsum(s[names.STEP_TIME] for s in steps)
+        return {
+            "mean age": math.fsum(s[names.AGE] for s in steps) / len(steps),
+            "oldest": max(s[names.OLDEST] for s in steps),
+            "given up": math.fsum(s[names.STALE_SHARE] for s in steps) / len(steps),
+            "engines idle": math.fsum(s[names.ENGINE_IDLE_SHARE] for s in steps) / len(steps),
+            "trainer waiting": math.fsum(s[names.TRAINER_IDLE_S] for s in steps) / wall if wall else 0.0,
+        }
 
     def wall_s(self) -> float:
         """Wall seconds of all records."""

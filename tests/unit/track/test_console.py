@@ -330,3 +330,16 @@ def test_metrics_of_synthetic_run_add_up():
     metrics = metrics_of(7, 12, random.Random(1))
     phases = sum(v for k, v in metrics.items() if k.startswith("time/") and k != "time/step")
     assert phases == pytest.approx(metrics["time/step"])
+
+
+def test_the_summary_of_an_asynchronous_run_tells_how_old_the_data_was():
+    records = run_records(steps=4)
+    for step, record in enumerate(records[1:], start=1):
+        record |= {
+            "rollout/age_mean": step / 4, "rollout/age_max": 2 if step == 3 else 1, "rollout/stale_share": 0.25,
+            "rollout/engine_idle_share": 0.5, "rollout/trainer_idle_s": record["time/step"] / 10,
+        }  # fmt: skip
+    text = " ".join(play("plain", records))
+    for part in ("mean age 0.625", "oldest 2", "given up 25%", "engines idle 50%", "trainer waiting 10%"):
+        assert part in text
+    assert "staleness" not in " ".join(play("plain", run_records(steps=4)))
