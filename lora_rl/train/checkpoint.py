@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_rl.lora.peft_io import PeftAdapter, read_peft, write_peft
 
-FORMAT = 1
+FORMAT = 2
 CHECKPOINT_FILE, LATEST = "checkpoint.json", "latest"
 _STEP = re.compile(r"step_(\d+)")
 

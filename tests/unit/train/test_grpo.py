@@ -31,6 +31,7 @@ from lora_rl.train.grpo import (
     minibatches,
     number_of_steps,
     rollout_metrics,
+    saving_if_it_fails,
     to_sample,
     tokens_per_phase,
     train,
@@ -347,3 +348,48 @@ def test_a_step_without_signal_skips_the_optimizer_and_says_so(
         assert record["train/zero_variance_share"] == 1.0
         assert "train/loss" not in record
         assert "sync/version" not in record
+
+
+# -- what is saved when a run fails ------------------------------------------------------------------------------------
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def saved_when(fails_in: str, *, broken_disk: bool = False) -> tuple[list[tuple[int, dict, dict]], BaseException]:
+    """Three steps; the fourth fails before or within it."""
+    saves: list[tuple[int, dict, dict]] = []
+
+    def save(step: int, record: dict, cursor: dict) -> None:
+        if broken_disk:
+            raise OSError("disk full")
+        saves.append((step, record, cursor))
+
+    with pytest.raises(Boom) as error, saving_if_it_fails(save) as last:
+        for step in (1, 2, 3, 4):
+            if step == 4 and fails_in == "generation":
+                raise Boom
+            last.clear()
+            if step == 4 and fails_in == "training":
+                raise Boom
+            saved = step == 3 and fails_in == "generation after a save"
+            last.update(step=step, record={"train/reward": step}, cursor={"drawn": 4 * step}, saved=saved)
+            if saved:
+                raise Boom
+    return saves, error.value
+
+
+def test_a_run_that_fails_between_two_steps_saves_the_last_one() -> None:
+    assert saved_when("generation")[0] == [(3, {"train/reward": 3}, {"drawn": 12})]
+
+
+@pytest.mark.parametrize("fails_in", ["training", "generation after a save"])
+def test_half_a_step_and_what_is_saved_already_are_not(fails_in: str) -> None:
+    assert saved_when(fails_in)[0] == []
+
+
+def test_a_checkpoint_that_fails_too_does_not_hide_the_cause() -> None:
+    saves, error = saved_when("generation", broken_disk=True)
+    assert saves == []
+    assert error.__notes__ == ["a checkpoint of step 3 could not be written either: disk full"]
