@@ -189,7 +189,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = store.save(make(10))
     description = json.loads((path / "checkpoint.json").read_text())
     (path / "checkpoint.json").write_text(json.dumps({**description, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99; this version reads format 1"):
+    with pytest.raises(CheckpointError, match="has format 99; this version reads format 2"):
         load(path)
 
 
