@@ -107,14 +107,14 @@ def table(runs: Mapping[str, Sequence[Mapping]]) -> str:
     """One line per run."""
     heads = [
         "run", "accuracy", "reward", "s per step", "to synchronous", "total s", "trainer waits", "engine idle",
-        "mean age", "ranks, engines: MiB per step",
+        "mean age", "rank, engine, driver: MiB per step",
     ]  # fmt: skip
     base = step_seconds(next(iter(runs.values())))
     lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join(["---"] * len(heads)) + " |"]
     for name, records in runs.items():
         seconds = step_seconds(records)
         age, idle = mean(records, "rollout/age_mean"), mean(records, "rollout/engine_idle_share")
-        growth = [slope(records, f"memory/training/{side}_gib") for side in ("ranks", "engines")]
+        growth = [slope(records, f"memory/training/{side}_gib") for side in ("ranks", "engines", "driver")]
         cells = [
             name,
             f"{next((r['val/accuracy'] for r in reversed(records) if 'val/accuracy' in r), float('nan')):.3f}",

@@ -218,7 +218,11 @@ class SyncRolloutSource:
             kept += [rollouts for rollouts in scored if self._filter.keep(rollouts)]
             for group, problem in refused:
                 self._refusals.note(group, problem)
-        self._metrics = {"rollout/refused_groups": self._refusals.count, **self._filter.start_step()}
+        self._metrics = {
+            "rollout/refused_groups": self._refusals.count,
+            "rollout/engine_restarts": self.generator.engines.restarts,
+            **self._filter.start_step(),
+        }
         kept.sort(key=lambda rollouts: rollouts[0].group_id)
         return [rollout for rollouts in kept for rollout in rollouts]
 

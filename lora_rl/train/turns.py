@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lora_rl.cluster.memory import GIB
+from lora_rl.cluster.memory import GIB, held_memory
 from lora_rl.cluster.workers import Worker, wait
 
 if TYPE_CHECKING:
@@ -48,11 +48,13 @@ class Turns:
         for side, ask in (("ranks", self._ranks_do), ("engines", self._engines_do)):
             if held := ask("memory", "reading memory use"):
                 self._ledger[f"memory/{phase}/{side}_gib"] = max(held) / GIB
+        self._ledger[f"memory/{phase}/driver_gib"] = held_memory("cpu") / GIB
 
     def ledger(self) -> dict[str, float]:
-        """`memory/<phase>/ranks_gib` and `.../engines_gib` of the phases noted since the last call.
+        """`memory/<phase>/ranks_gib`, `.../engines_gib` and `.../driver_gib` of the phases noted since the last call.
 
-        Each is the largest over the processes of that side: reserved device memory on GPUs, resident memory on CPUs.
+        The first two are the largest over the processes of that side: reserved device memory on GPUs, resident memory
+        on CPUs. That of this process is resident memory.
         """
         ledger, self._ledger = self._ledger, {}
         return ledger

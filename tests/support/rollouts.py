@@ -32,6 +32,7 @@ class ScriptedEngines:
     answer: Callable[[GenerationRequest], Completion]
     asked: list[tuple[list[GenerationRequest], SamplingSettings]] = field(default_factory=list)
     weight_version: int = 1
+    restarts: int = 0
 
     def generate(
         self, jobs: Sequence[Sequence[GenerationRequest]], sampling: SamplingSettings

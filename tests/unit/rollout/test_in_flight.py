@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lora_rl.config import derive_layout
+from lora_rl.lora.merge import AdapterTensors
 from lora_rl.rollout.pool import engine_settings
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
 from lora_rl.sync.errors import SyncError
@@ -19,7 +21,7 @@ from tests.support.configs import tiny_config
 from tests.support.engine_process import EngineProcess
 from tests.support.hf import load_hf
 from tests.support.lab import Survey
-from tests.support.pushes import Pusher
+from tests.support.pushes import Pusher, adapter_names
 
 pytestmark = pytest.mark.e2e
 TOKENS, BEFORE = 12, 5
@@ -173,3 +175,57 @@ def test_an_engine_that_may_not_be_disturbed_refuses_the_push(
         engine.call("load_push", push)
     engine.call("abort", ["0"])
     engine.call("load_push", push)
+
+
+# -- adapters served natively ------------------------------------------------------------------------------------------
+
+
+def random_adapters(folder: Path, seed: int) -> dict[str, AdapterTensors]:
+    """Large random adapters on the output projections of attention."""
+    generator = torch.Generator().manual_seed(seed)
+    adapters = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith("o_proj.weight"):
+            a = torch.randn(8, weight.shape[1], generator=generator) * 0.2
+            b = torch.randn(weight.shape[0], 8, generator=generator)
+            adapters[name.removesuffix(".weight")] = AdapterTensors(a, b, 0.5)
+    return adapters
+
+
+def merged(folder: Path, adapters: dict[str, AdapterTensors]) -> dict[str, np.ndarray]:
+    weights = load_file(folder / "model.safetensors")
+    for module, adapter in adapters.items():
+        weights[f"{module}.weight"] += adapter.scale * adapter.b @ adapter.a
+    return {name: tensor.numpy() for name, tensor in weights.items()}
+
+
+def test_a_request_keeps_its_adapter_to_its_end(models: dict[str, Path]) -> None:
+    """Three versions are in use at once; each answer is that of the version it began with, and says so."""
+    folder = models["tied"]
+    config = tiny_config(folder, "policy.generation.weight_sync.mode=adapter", target_modules=["linear_proj"])
+    settings = replace(engine_settings(config, derive_layout(config)), in_flight_updates=True, max_adapters=3)
+    engine = EngineProcess(settings)
+    try:
+        versions = {n: random_adapters(folder, n) for n in (1, 2, 3, 4)}
+        pusher = Pusher(engine, adapter_names(versions[1]), 1 << 20)
+        asked = requests(3, seed=9)
+        done: dict[str, Completion] = {}
+        for version in (1, 2, 3):
+            engine.call("load_push", pusher.write_adapters(version, "adapter", versions[version]).to_dict())
+            engine.call("add", str(version), asked[version - 1], SAMPLING)
+            done.update(engine.call("step"))
+        # Every place is taken by a version that is still in use.
+        push = pusher.write_adapters(4, "adapter", versions[4]).to_dict()
+        with pytest.raises(SyncError, match=r"no room for adapter version 4: versions \[1, 2, 3\] still have requests"):
+            engine.call("load_push", push)
+        while len(done) < 3:
+            done.update(engine.call("step"))
+        for version, request in zip((1, 2, 3), asked, strict=True):
+            completion = done[str(version)]
+            assert completion.spans == ((version, TOKENS),)
+            expected = logprobs(models, merged(folder, versions[version]), request, completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+        engine.call("load_push", push)
+        assert engine.call("llm.llm_engine.list_loras") == {4}
+    finally:
+        engine.close()

@@ -62,6 +62,10 @@ def new_turns(start_worker: Callable[..., Worker], calls: Path) -> Callable[[boo
     return new
 
 
+def of_both_sides(ledger: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in ledger.items() if "driver" not in name}
+
+
 def test_what_leaves_the_device_leaves_before_the_other_side_comes(
     new_turns: Callable[[bool], Turns], calls: Path
 ) -> None:
@@ -86,7 +90,7 @@ def test_sides_with_devices_of_their_own_keep_what_they_have(new_turns: Callable
     assert calls.read_text() == ""
     # The ledger is kept all the same.
     turns.note("sync")
-    assert turns.ledger() == {"memory/sync/ranks_gib": 2.5, "memory/sync/engines_gib": 0.5}
+    assert of_both_sides(turns.ledger()) == {"memory/sync/ranks_gib": 2.5, "memory/sync/engines_gib": 0.5}
 
 
 def test_the_ledger_has_the_largest_process_of_each_side_by_phase(new_turns: Callable[[bool], Turns]) -> None:
@@ -94,7 +98,10 @@ def test_the_ledger_has_the_largest_process_of_each_side_by_phase(new_turns: Cal
     assert turns.ledger() == {}
     for phase in ("generation", "training"):
         turns.note(phase)
-    assert turns.ledger() == {
+    ledger = turns.ledger()
+    # This process has loaded at least Python and Ray.
+    assert all(0.02 < ledger[f"memory/{phase}/driver_gib"] < 16 for phase in ("generation", "training"))
+    assert of_both_sides(ledger) == {
         "memory/generation/ranks_gib": 2.5,
         "memory/generation/engines_gib": 0.5,
         "memory/training/ranks_gib": 2.5,
