@@ -45,6 +45,13 @@ def this_node() -> str:
     return node_name(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
+def is_alive(name: str) -> bool:
+    """Whether the node of that name is part of the cluster."""
+    import ray
+
+    return any(n["Alive"] and node_name(n["NodeID"], n["NodeManagerAddress"]) == name for n in ray.nodes())
+
+
 def ask(nodes: Sequence[Node], function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
     """Answers of a function of `lora_rl.cluster.facts` called on every node, in order.
 

@@ -114,6 +114,7 @@ class Supervision:
 
     Attributes:
         relaunch: starts a new process for an engine, given its number; None: none is started, the run ends.
+        has_place: whether there is still room for an engine, given its number; not when its node is gone.
         max_restarts: new processes in a row for one engine, without a finished job in between.
         max_attempts: engines that may be lost over a job before it is given up.
         heartbeat_s: seconds after which an engine that makes no step, or does not answer, counts as hung.
@@ -122,6 +123,7 @@ class Supervision:
     """
 
     relaunch: Callable[[int], Worker] | None = None
+    has_place: Callable[[int], bool] = lambda index: True
     max_restarts: int = 3
     max_attempts: int = 3
     heartbeat_s: float = 120.0
@@ -433,6 +435,8 @@ class EnginePool:
         waited = time.monotonic() - seat.since
         if seat.state is SeatState.STARTING and not seat.pending:
             self._catch_up(seat)
+        elif seat.state is SeatState.STARTING and not limits.has_place(seat.index):
+            self._lose(seat, worker, f"{worker.name} has no node any more")
         elif seat.state in (SeatState.STARTING, SeatState.CATCHING_UP) and waited > limits.startup_s:
             self._lose(seat, worker, f"{worker.name} was {seat.state} for {waited:.0f} s")
         elif seat.state is SeatState.SERVING and seat.collecting is not None:
@@ -470,7 +474,7 @@ class EnginePool:
             seat.collecting, seat.pending, seat.heartbeat = None, [], None
             seat.failures += 1
             last_words = f"{reason}.{log_end(worker)}"
-            if limits.relaunch is None or seat.failures > limits.max_restarts:
+            if limits.relaunch is None or seat.failures > limits.max_restarts or not limits.has_place(seat.index):
                 seat.become(SeatState.LOST)
                 if limits.relaunch is None or not any(s.state is not SeatState.LOST for s in self.seats):
                     self._fail(WorkerError(last_words), jobs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_rl.cluster.nodes import is_alive
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
 from lora_rl.data import PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
@@ -144,6 +145,9 @@ def start_job(
             node = placement.engine_nodes[index] if placement.engine_nodes else ""
             return start_engine(config, layout, logs, placement.engines[index], index, node)
 
+        def has_place(index: int) -> bool:
+            return not placement.engine_nodes or is_alive(placement.engine_nodes[index])
+
         engines = EnginePool(
             engine_workers,
             timeout_s=config.cluster.step_timeout_s,
@@ -151,6 +155,7 @@ def start_job(
                 # An engine that streams weights from the ranks' devices, or takes turns with them, cannot come back
                 # by itself.
                 relaunch=None if streamed or together or not config.cluster.max_engine_restarts else relaunch,
+                has_place=has_place,
                 max_restarts=config.cluster.max_engine_restarts,
                 max_attempts=config.policy.generation.max_attempts,
                 heartbeat_s=config.cluster.heartbeat_timeout_s,

@@ -93,7 +93,9 @@ def main() -> int:
             cluster.kill(lost)
             code = driver.wait(timeout=120)
             check(code == 1, f"the lost node ends the run with code {code}")
-            check(f"{name} died" in output.read_text(), f"named: {name}")
+            text = output.read_text()
+            gone = f"{name} died" in text or f"{name} has no node any more" in text
+            check(gone, f"named: {name}")
             check(time.monotonic() - begin < 60, f"after {time.monotonic() - begin:.0f} s")
             records = [r for r in read_metrics(folder / "metrics.jsonl") if r["step"]]
             worst = max(r["sync/parity"] for r in records)

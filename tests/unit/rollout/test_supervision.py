@@ -202,6 +202,22 @@ def test_when_every_engine_is_given_up_the_run_ends_and_says_why(new_fleet: Call
         fleet.pool.generate(jobs(1), SAMPLING)
 
 
+def test_an_engine_whose_node_is_gone_is_not_waited_for(new_fleet: Callable[..., Fleet]) -> None:
+    there = {0, 1}
+    fleet = new_fleet(2, has_place=lambda index: index in there)
+    there.remove(0)
+    os.kill(fleet.processes()[0], signal.SIGKILL)
+    check_answers(fleet.pool.generate(jobs(6), SAMPLING))
+    until(lambda: fleet.pool.seats[0].state is SeatState.LOST)
+    assert fleet.launched == []
+    # Gone while the other one is being started.
+    os.kill(fleet.processes()[0], signal.SIGKILL)
+    until(lambda: fleet.pool.seats[1].state is SeatState.STARTING)
+    there.remove(1)
+    with pytest.raises(WorkerError, match="engine 1 has no node any more"):
+        fleet.pool.generate(jobs(1), SAMPLING)
+
+
 def test_without_restarts_the_first_loss_ends_the_run(new_fleet: Callable[..., Fleet]) -> None:
     fleet = new_fleet(2, restarts=False)
     futures = fleet.pool.submit(jobs(1, first=KILLS), SAMPLING)

@@ -66,6 +66,7 @@ def node_in(log: Path) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_three_nodes_train_like_one(cluster: RayCluster, tmp_path: Path) -> None:
     nodes = ("cluster.num_nodes=3", "cluster.gpus_per_node=1", f"{APART}.resources.num_nodes=1")
     spread = tmp_path / "three"
