@@ -22,10 +22,10 @@ ASYNC = "grpo_async_tiny_cpu.yaml"
 OFF = ("grpo.async_grpo.enabled=false", "grpo.async_grpo.in_flight_weight_updates=false")
 # name: (configuration, overrides)
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "synchronous, colocated": ("grpo_tiny_cpu.yaml", ()),
-    "synchronous, own engine": (ASYNC, OFF),
-    "asynchronous, age 1": (ASYNC, ()),
-    "asynchronous, age 2": (ASYNC, ("grpo.async_grpo.max_trajectory_age_steps=2",)),
+    "sync": ("grpo_tiny_cpu.yaml", ()),
+    "sync own engine": (ASYNC, OFF),
+    "async age 1": (ASYNC, ()),
+    "async age 2": (ASYNC, ("grpo.async_grpo.max_trajectory_age_steps=2",)),
 }
 PHASES = {
     "generation": "waiting for rollouts",
@@ -48,7 +48,7 @@ def main() -> int:
     arguments = parser.parse_args()
     records = {}
     for name in arguments.arms.split(","):
-        folder = arguments.out / name.replace(", ", "_").replace(" ", "_")
+        folder = arguments.out / name.replace(" ", "_")
         if (found := complete(folder, arguments.steps)) is None:
             run(name, folder, arguments.steps, arguments.overrides)
             found = complete(folder, arguments.steps)
@@ -106,7 +106,7 @@ def mean(records: Sequence[Mapping], metric: str) -> float:
 def table(runs: Mapping[str, Sequence[Mapping]]) -> str:
     """One line per run."""
     heads = [
-        "run", "accuracy", "reward", "s per step", "to synchronous", "total s", "trainer waits", "engine idle",
+        "run", "accuracy", "reward", "s per step", "to the first", "total s", "trainer waits", "engine idle",
         "mean age", "rank, engine, driver: MiB per step",
     ]  # fmt: skip
     base = step_seconds(next(iter(runs.values())))
