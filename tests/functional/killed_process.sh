@@ -17,7 +17,7 @@ run() {
     grpo.num_prompts_per_step=8 policy.train_global_batch_size=null grpo.val_period=0 grpo.val_at_start=false \
     logger.console=plain "logger.log_dir=$dir" "${@:4}" >"$work/$name.out" 2>&1 &
   local driver=$! pid
-  for _ in $(seq 240); do
+  for _ in $(seq 600); do
     [ -f "$dir/metrics.jsonl" ] && [ "$(wc -l <"$dir/metrics.jsonl")" -ge 4 ] && break
     kill -0 "$driver" 2>/dev/null || break
     sleep 1
