@@ -69,7 +69,7 @@ def kill_once(folder: Path, steps: int, output: Path, victim: str, rng: random.R
     lowest = records(folder)
     driver = start(folder, steps, output)
     wait = rng.uniform(0, 4)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while driver.poll() is None and time.monotonic() < deadline:
         if victim == "save":
             if any((folder / "checkpoints").glob(".step_*.*")):

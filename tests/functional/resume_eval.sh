@@ -23,7 +23,7 @@ check() { # check <what> <command...>
 
 "${job[@]}" grpo.max_num_steps=1000 >"$work/first.out" 2>&1 &
 driver=$!
-for _ in $(seq 240); do
+for _ in $(seq 600); do
   [ -f "$run/metrics.jsonl" ] && [ "$(wc -l <"$run/metrics.jsonl")" -ge 3 ] && break
   sleep 0.5
 done

@@ -73,7 +73,7 @@ def main() -> int:
             # `auto` prefers this to other clusters on the machine.
             os.environ["RAY_ADDRESS"] = cluster.address
             driver = start(folder, "auto", output)
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 600
             while lines(folder / "metrics.jsonl") < STEPS_BEFORE_THE_LOSS + 1 and driver.poll() is None:
                 if time.monotonic() > deadline:
                     driver.kill()
