@@ -391,6 +391,10 @@ class EnginePool:
                     refs[seat.collecting[0]] = seat
                 elif seat.pending:
                     refs[seat.pending[0]] = seat
+                    if seat.ping is None and time.monotonic() - seat.pinged > _COLLECT_SECONDS:
+                        seat.ping, seat.pinged = seat.worker.handle.ping.remote(), time.monotonic()
+                    if seat.ping is not None:
+                        refs[seat.ping] = seat
         if not refs:
             self._closing.wait(_COLLECT_SECONDS)
         ready = ray.wait(list(refs), num_returns=1, timeout=_COLLECT_SECONDS)[0] if refs else []
@@ -406,10 +410,13 @@ class EnginePool:
                 if seat.collecting is not None and seat.collecting[0] == ref:
                     seat.collecting = None
                     self._take(seat, value)
+                elif seat.ping == ref:
+                    seat.ping, seat.is_up = None, True
                 elif seat.pending and seat.pending[0] == ref:
                     seat.pending.pop(0)
                     if not seat.pending and seat.state is SeatState.CATCHING_UP:
                         seat.become(SeatState.SERVING)
+                        seat.ping = None
                         self._push_lock.release()
                         self._progress = time.monotonic()
                         self._dispatch()
@@ -435,6 +442,10 @@ class EnginePool:
         waited = time.monotonic() - seat.since
         if seat.state is SeatState.STARTING and not seat.pending:
             self._catch_up(seat)
+        elif seat.is_up and seat.ping is not None and time.monotonic() - seat.pinged > limits.heartbeat_s:
+            # It answers while it imports and loads; before it is up, only the time for starting counts.
+            silent = time.monotonic() - seat.pinged
+            self._lose(seat, worker, f"{worker.name} gave no sign of life for {silent:.0f} s")
         elif seat.state is SeatState.STARTING and not limits.has_place(seat.index):
             self._lose(seat, worker, f"{worker.name} has no node any more")
         elif seat.state in (SeatState.STARTING, SeatState.CATCHING_UP) and waited > limits.startup_s:
@@ -472,6 +483,7 @@ class EnginePool:
             ray.kill(worker.handle, no_restart=True)
             jobs, seat.jobs = list(seat.jobs.values()), {}
             seat.collecting, seat.pending, seat.heartbeat = None, [], None
+            seat.ping, seat.pinged, seat.is_up = None, 0.0, False
             seat.failures += 1
             last_words = f"{reason}.{log_end(worker)}"
             if limits.relaunch is None or seat.failures > limits.max_restarts or not limits.has_place(seat.index):

@@ -37,6 +37,8 @@ def command(folder: Path, steps: int, age: int) -> list[str]:
         f"grpo.val_period={steps}",
         "policy.generation.colocated.resources.gpus_per_node=2",
         "cluster.heartbeat_timeout_s=10",
+        # Faults also hit engines that are being started.
+        "cluster.max_engine_restarts=10",
         "logger.log_rollouts=true",
         "logger.console=plain",
         "logger.tensorboard_enabled=false",

@@ -73,12 +73,13 @@ class TalkingEngine:
 class TalkingActor(EngineActor):
     """The real actor around a `TalkingEngine`."""
 
-    def __init__(self, log: str = "", step_s: float = 0.0) -> None:
-        self._step_s = step_s
+    def __init__(self, log: str = "", step_s: float = 0.0, build_s: float = 0.0) -> None:
+        self._step_s, self._build_s = step_s, build_s
         if log:
             self._log = capture_to_file(log)
 
     def new_engine(self) -> Any:
+        time.sleep(self._build_s)
         return TalkingEngine(self._step_s)
 
     async def open_relay(self, transfer: Transfer) -> None:

@@ -48,18 +48,26 @@ def new_fleet(local_ray: None, tmp_path: Path) -> Iterator[Callable[..., Fleet]]
 
     fleets, started = [], []
 
-    def launch(index: int, step_s: float) -> Worker:
+    def launch(index: int, step_s: float, build_s: float = 0.0) -> Worker:
         log = tmp_path / f"engine_{index}.log"
         actor = ray.remote(TalkingActor).options(num_cpus=0, max_restarts=0, max_concurrency=64)
-        started.append(Worker(f"engine {index}", actor.remote(str(log), step_s), log))
+        started.append(Worker(f"engine {index}", actor.remote(str(log), step_s, build_s), log))
         return started[-1]
 
-    def new(engines: int, *, step_s: float = 0.0, timeout_s: float = 60, restarts: bool = True, **limits: Any) -> Fleet:
+    def new(
+        engines: int,
+        *,
+        step_s: float = 0.0,
+        rebuild_s: float = 0.0,
+        timeout_s: float = 60,
+        restarts: bool = True,
+        **limits: Any,
+    ) -> Fleet:
         fleet = Fleet(None)
 
         def relaunch(index: int) -> Worker:
             fleet.launched.append(index)
-            return launch(index, step_s)
+            return launch(index, step_s, rebuild_s if len(fleet.launched) == 1 else 0.0)
 
         workers = [launch(n, step_s) for n in range(engines)]
         wait([w.call("build") for w in workers], timeout_s=60, doing="building")
@@ -159,6 +167,21 @@ def test_all_engines_may_be_gone_at_once(new_fleet: Callable[..., Fleet]) -> Non
     futures_wait(futures, timeout=60)
     check_answers([f.result() for f in futures])
     assert {c.weight_version for f in futures for c in f.result()} == {2}
+
+
+def test_a_new_process_that_hangs_while_it_starts_is_noticed(new_fleet: Callable[..., Fleet]) -> None:
+    """Its start would take forever; while it lives it answers, so that a slow start is not taken for a hung one."""
+    fleet = new_fleet(1, heartbeat_s=2.0, rebuild_s=3600)
+    fleet.pool.generate(jobs(1), SAMPLING)
+    os.kill(fleet.processes()[0], signal.SIGKILL)
+    until(lambda: fleet.pool.seats[0].is_up)
+    time.sleep(3)
+    assert fleet.launched == [0]
+    [starting] = wait([fleet.pool.seats[0].worker.call("process")], timeout_s=30, doing="asking")
+    os.kill(starting, signal.SIGSTOP)
+    check_answers(fleet.pool.generate(jobs(3), SAMPLING))
+    assert fleet.launched == [0, 0]
+    assert fleet.warnings[-1].startswith("engine 0 gave no sign of life")
 
 
 def test_a_step_that_never_ends_is_noticed(new_fleet: Callable[..., Fleet]) -> None:
