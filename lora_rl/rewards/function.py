@@ -152,7 +152,8 @@ def _short(value: Any) -> str:
 def _module(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        # Behind everything else: a file here must not stand in the place of an installed package.
+        sys.path.append(here)
     return importlib.import_module(name)
 
 
@@ -160,7 +161,7 @@ def _module_of_file(path: Path) -> Any:
     # A file may import what lies beside it.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -13,7 +13,7 @@ from lora_rl.config.schema import DataConfig
 from lora_rl.data import Prompt, PromptSource, drop_too_long, load_prompts, load_tokenizer
 from lora_rl.data.examples import Example, keep_apart, split_examples
 from lora_rl.rollout.types import batch_of_sequences
-from tests.support.tokenizers import CHATML, EOS, PAD, write_tokenizer
+from tests.support.made_tokenizers import CHATML, EOS, PAD, write_tokenizer
 
 TEXT = st.text(min_size=1).filter(lambda text: text.strip())
 MESSAGES = TEXT.map(lambda text: ({"role": "user", "content": text},))

@@ -9,7 +9,7 @@ import pytest
 from lora_rl.data import Tokenizer, load_tokenizer
 from lora_rl.data.examples import Example
 from lora_rl.data.prompt_format import PromptFormat, read_template, read_text
-from tests.support.tokenizers import BOS, CHAT_WITH_BOS, CHATML, EOS, write_tokenizer
+from tests.support.made_tokenizers import BOS, CHAT_WITH_BOS, CHATML, EOS, write_tokenizer
 
 MESSAGES = ({"role": "system", "content": "S"}, {"role": "user", "content": "Q"})
 BOS_ID, EOS_ID = 1, 2

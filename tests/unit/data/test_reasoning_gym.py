@@ -16,7 +16,7 @@ from lora_rl.data import load_prompts, load_tokenizer
 from lora_rl.data import reasoning_gym as module
 from lora_rl.data.reasoning_gym import reasoning_gym_examples
 from lora_rl.data.reasoning_gym_worker import create, interleave, shares
-from tests.support.tokenizers import write_tokenizer
+from tests.support.made_tokenizers import write_tokenizer
 
 SUMS = {"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "max_digits": 1}}
 

@@ -229,7 +229,10 @@ def read(path: Path) -> bytes:
 
 
 SCRIPT = """
+import signal
 import sys
+# A shell without a terminal starts background jobs with SIGINT ignored, and what they start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from lora_rl.config.schema import RewardConfig
 from lora_rl.rewards import Scorer, ScoreRequest
 # No `if __name__ == "__main__"`: nothing of this may run a second time.

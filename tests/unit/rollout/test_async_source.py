@@ -94,9 +94,13 @@ def tokenizer(models: dict[str, Path]) -> Tokenizer:
 
 
 @pytest.fixture
-def new(models: dict[str, Path], tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[AsyncRolloutSource, Decided]]]:
+def new(
+    models: dict[str, Path], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[AsyncRolloutSource, Decided]]]:
     """`new(age, *overrides)`: a source over 40 prompts, four groups of four per step."""
     sources = []
+    # Several threads would score in an order of their own.
+    monkeypatch.setattr("lora_rl.rollout.async_source._SCORERS", 1)
 
     def make(age: int, *overrides: str, steps: int = 100, in_flight: bool = True) -> tuple[AsyncRolloutSource, Decided]:
         config = new_config(models["tied"], age, *overrides, in_flight=in_flight)
@@ -490,7 +494,8 @@ def test_the_metrics_tell_how_stale_a_step_is(new: Callable[..., Any]) -> None:
     step.groups()
     metrics = source.metrics()
     assert metrics["rollout/age_0_share"] == metrics["rollout/lag_0_token_share"] == 1.0
-    assert metrics["rollout/buffer_groups"] == 12
+    # Taken as soon as there are enough.
+    assert 4 <= metrics["rollout/buffer_groups"] <= 12
     for age in (1, 2):
         push(source, engines)
         step = Step(source)
