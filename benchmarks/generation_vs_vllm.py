@@ -30,7 +30,8 @@ def main() -> None:
     from lora_rl.cluster.workers import wait
     from lora_rl.config import derive_layout, load_config
     from lora_rl.rollout.engine import Engine
-    from lora_rl.rollout.pool import EnginePool, engine_settings, start_engines
+    from lora_rl.rollout.launch import engine_settings, start_engines
+    from lora_rl.rollout.pool import EnginePool
     from lora_rl.rollout.source import request_seed, training_sampling
     from lora_rl.rollout.types import GenerationRequest
     from lora_rl.train.job import load_data

@@ -39,6 +39,14 @@ class _InFlight:
     future: Future[Any]
 
 
+@dataclass
+class _Ready:
+    group: PromptGroup
+    rollouts: list[Rollout]
+    # Version of the oldest weights that took part, once the trainer has checked it.
+    oldest: int | None = None
+
+
 class AsyncRolloutSource:
     """Generates from the first step to the last, with whatever weights the engines hold.
 
@@ -73,7 +81,7 @@ class AsyncRolloutSource:
         self._running: dict[int, _InFlight] = {}
         self._scoring: dict[int, tuple[PromptGroup, float]] = {}
         self._timeout = config.cluster.step_timeout_s
-        self._buffer: dict[int, tuple[PromptGroup, list[Rollout]]] = {}
+        self._buffer: dict[int, _Ready] = {}
         self._waiting = self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
@@ -108,7 +116,7 @@ class AsyncRolloutSource:
             self._waiting = False
             self._left -= self._per_step
         self._metrics = self._describe(taken, depth, time.monotonic() - began)
-        return [rollout for _, rollouts in taken for rollout in rollouts]
+        return [rollout for ready in taken for rollout in ready.rollouts]
 
     def before_push(self, version: int) -> None:
         """Give up what would be too old for every later step; without in-flight updates, let the rest end.
@@ -139,7 +147,7 @@ class AsyncRolloutSource:
     def state_dict(self) -> dict[str, Any]:
         """The order of prompts; all groups that were not trained on are drawn again when the run continues."""
         with self._changed:
-            scored = [group for group, _ in self._buffer.values()]
+            scored = [ready.group for ready in self._buffer.values()]
             running = [flight.group for flight in self._running.values()]
             return self._queue.state_dict([*running, *(group for group, _ in self._scoring.values()), *scored])
 
@@ -229,18 +237,21 @@ class AsyncRolloutSource:
         del self._scoring[group.group_id]
         [rollouts] = future.result()
         if self._filter.keep(rollouts):
-            self._buffer[group.group_id] = (group, rollouts)
+            self._buffer[group.group_id] = _Ready(group, rollouts)
 
     # -- within the lock ---------------------------------------------------------------------------------------
 
     def _drop_stale(self, version: int) -> None:
         """Give up buffered groups that are too old for a trainer of this version, and refuse impossible ones."""
-        for number, (group, rollouts) in list(self._buffer.items()):
-            completions = [r.completion for r in rollouts]
-            check_versions(group, completions, oldest=1, newest=version)
-            if version - min(c.weight_version for c in completions) > self._max_age:
+        for number, ready in list(self._buffer.items()):
+            if ready.oldest is None:
+                # Here, where no push is under way, and not when it was scored: an engine may be ahead of the driver.
+                completions = [r.completion for r in ready.rollouts]
+                check_versions(ready.group, completions, oldest=1, newest=version)
+                ready.oldest = min(c.weight_version for c in completions)
+            if version - ready.oldest > self._max_age:
                 del self._buffer[number]
-                self._again(group)
+                self._again(ready.group)
 
     def _give_up(self, numbers: list[int]) -> None:
         flights = [self._running.pop(number) for number in numbers]
@@ -275,12 +286,12 @@ class AsyncRolloutSource:
             self._engines.restart_clock()
         self._engines.check()
 
-    def _describe(self, taken: list[tuple[PromptGroup, list[Rollout]]], depth: int, waited: float) -> dict[str, float]:
+    def _describe(self, taken: list[_Ready], depth: int, waited: float) -> dict[str, float]:
         version = self._engines.weight_version
-        ages = [version - min(r.completion.weight_version for r in rollouts) for _, rollouts in taken]
+        ages = [version - ready.oldest for ready in taken]
         lags: Counter[int] = Counter()
-        for _, rollouts in taken:
-            for rollout in rollouts:
+        for ready in taken:
+            for rollout in ready.rollouts:
                 for sampled_by, tokens in rollout.completion.spans:
                     lags[version - sampled_by] += tokens
         tokens = max(sum(lags.values()), 1)

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lora_rl.data import Prompt, Tokenizer
     from lora_rl.rollout.pool import EnginePool
 
-# Rewards closer than this, relative to the largest of them, are the same number up to rounding.
-_EQUAL_REWARDS = 1e-6
-
 
 class RolloutSource(Protocol):
     """Delivers whole groups of scored rollouts, one list per step."""
@@ -147,10 +144,17 @@ def is_informative(rollouts: Sequence[Rollout], *, by_component: bool = False) -
     Args:
         by_component: whether it is enough that one component of the reward differs.
     """
+    import torch
+
+    from lora_rl.algorithm import zero_variance_samples
+
     parts = [[r.reward for r in rollouts]]
     if by_component:
         parts = [[r.reward_components[name] for r in rollouts] for name in rollouts[0].reward_components]
-    return any(max(values) - min(values) > _EQUAL_REWARDS * max(abs(v) for v in values) for values in parts)
+    one_group = torch.zeros(len(rollouts), dtype=torch.int64)
+    return not all(
+        zero_variance_samples(torch.tensor(values, dtype=torch.float32), one_group).all() for values in parts
+    )
 
 
 class DynamicSampling:

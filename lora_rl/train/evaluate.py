@@ -149,7 +149,8 @@ def _engines(
 ) -> Iterator[EnginePool]:
     """Engines that hold the base model, or base and adapter merged in the workers; stopped at the end."""
     from lora_rl.cluster.workers import wait
-    from lora_rl.rollout.pool import EnginePool, start_engines
+    from lora_rl.rollout.launch import start_engines
+    from lora_rl.rollout.pool import EnginePool
     from lora_rl.train.resources import reserve
 
     logs.mkdir(parents=True, exist_ok=True)

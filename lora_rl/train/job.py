@@ -124,7 +124,8 @@ def start_job(
     with ExitStack() as stack:
         scorer = stack.enter_context(start_scorer(config, console, logs, [*prompts.prompts, *held_out]))
         placement = stack.enter_context(reserve(config, layout, console, logs))
-        from lora_rl.rollout.pool import EnginePool, Supervision, start_engine, start_engines, sync_backend
+        from lora_rl.rollout.launch import start_engine, start_engines, sync_backend
+        from lora_rl.rollout.pool import EnginePool, Supervision
         from lora_rl.sync.vllm_plugin import SHARED_MEMORY
 
         engine_workers = start_engines(config, layout, logs, placement.engines, placement.engine_nodes)

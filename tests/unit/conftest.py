@@ -12,7 +12,7 @@ import pytest
 from lora_rl.cluster.local import ray_session
 from lora_rl.cluster.workers import Worker
 from lora_rl.config import derive_layout
-from lora_rl.rollout.pool import engine_settings
+from lora_rl.rollout.launch import engine_settings
 from tests.support.configs import tiny_config, with_peft
 from tests.support.engine_process import EngineProcess
 from tests.support.lab import Survey, survey

@@ -15,7 +15,7 @@ from lora_rl.config import derive_layout
 from lora_rl.config.rules import MAX_ENGINE_RANK
 from lora_rl.lora.merge import AdapterTensors
 from lora_rl.rollout.adapters import ENGINE_RANKS, AdapterVersions, engine_rank
-from lora_rl.rollout.pool import engine_settings
+from lora_rl.rollout.launch import engine_settings
 from lora_rl.rollout.types import GenerationRequest, SamplingSettings
 from lora_rl.sync.errors import SyncError
 from tests.support.configs import tiny_config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from lora_rl.config import derive_layout
 from lora_rl.lora.merge import AdapterTensors
-from lora_rl.rollout.pool import engine_settings
+from lora_rl.rollout.launch import engine_settings
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings
 from lora_rl.sync.errors import SyncError
 from tests.support.configs import tiny_config

@@ -19,7 +19,7 @@ import torch
 
 from lora_rl.config import derive_layout
 from lora_rl.lora.merge import AdapterTensors
-from lora_rl.rollout.pool import engine_settings
+from lora_rl.rollout.launch import engine_settings
 from lora_rl.sync.errors import SyncError
 from lora_rl.sync.manifest import Manifest
 from tests.support.batches import make_batch
