@@ -77,7 +77,7 @@ def measure(
     from lora_rl.rollout.source import SyncRolloutSource
     from lora_rl.rollout.types import build_train_batch
     from lora_rl.track import Console
-    from lora_rl.train.job import start_job
+    from lora_rl.train.job import load_data, start_job
 
     overrides = [
         f"policy.model_name={model}",
@@ -94,7 +94,7 @@ def measure(
     folder.mkdir()
     with (folder / "console").open("w") as stream:
         console = Console("plain", 1, stream=stream)
-        with console, start_job(config, layout, console, folder) as job:
+        with console, start_job(config, layout, console, folder, load_data(config)) as job:
             rollouts = SyncRolloutSource(job.generator, job.prompts, config).next_step(1)
             batch = build_train_batch(rollouts, [1.0, -1.0] * (len(rollouts) // 2))
             records = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
-from lora_rl.train.job import Job, start_job
+from lora_rl.train.job import Data, Job, start_job
 from lora_rl.train.learning_signal import LearningSignal, learning_signal
 from lora_rl.train.resume import Stop, is_save_step, take
 from lora_rl.train.rollout_log import FILE_NAME as ROLLOUTS
@@ -36,6 +36,7 @@ def run_grpo(
     recorder: RunRecorder,
     timer: PhaseTimer,
     run_dir: Path,
+    data: Data,
     *,
     stop: Stop,
     store: CheckpointStore | None = None,
@@ -45,6 +46,7 @@ def run_grpo(
     """Start the job and train for `grpo.max_num_steps` steps.
 
     Args:
+        data: see `load_data`.
         stop: asked at the end of each step.
         store: where checkpoints go; None: none are written.
         resume: what to continue from.
@@ -55,7 +57,7 @@ def run_grpo(
     """
     with ExitStack() as stack:
         with timer("startup"):
-            job = stack.enter_context(start_job(config, layout, console, run_dir, resume, same))
+            job = stack.enter_context(start_job(config, layout, console, run_dir, data, resume, same))
         if resume is not None:
             # The start-up of this process belongs to no step.
             timer.end_step()

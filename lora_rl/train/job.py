@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from lora_rl.train.turns import Turns
     from lora_rl.train.weights import WeightSync
 
+# Tokenizer, training prompts, held-out prompts.
+type Data = tuple[Tokenizer, PromptSource, list[Prompt]]
+
 _PARITY_PROBES = 8
 
 
@@ -99,6 +102,7 @@ def start_job(
     layout: Layout,
     console: Console,
     run_dir: Path,
+    data: Data,
     resume: Checkpoint | None = None,
     same: dict[str, Any] | None = None,
 ) -> Iterator[Job]:
@@ -107,6 +111,7 @@ def start_job(
     The two expensive starts, vLLM's and Megatron's, overlap.
 
     Args:
+        data: see `load_data`.
         resume: a checkpoint to continue from, checked to fit the configuration.
         same: what checkpoints record as the run's identity, see `lora_rl.train.resume.identity`.
 
@@ -114,7 +119,7 @@ def start_job(
         WorkerError: a process could not be started.
         SyncError: trainer and engine do not compute the same.
     """
-    tokenizer, prompts, held_out = load_data(config, console.warn)
+    tokenizer, prompts, held_out = data
     queue = PromptQueue(prompts)
     if resume is not None:
         queue.load_state_dict(resume.cursor)

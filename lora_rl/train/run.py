@@ -52,11 +52,15 @@ def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo"
 def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int:
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     warnings: list[str] = []
+    timer = PhaseTimer()
+    with timer("startup"):
+        # Before anything is written or started: what is wrong with the data is then all there is to see.
+        data = load(config, warnings.append)
     run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir)), None, False
     same: dict[str, Any] = {}
     if config.checkpointing.enabled:
         run_dir, resume, continues = find_run(config, warnings.append)
-        same = identity(config, load(config)[1], kind)
+        same = identity(config, data[1], kind)
         if resume is not None:
             # Before anything is written.
             check_fits(resume, same)
@@ -64,7 +68,6 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     if resume is not None and not (run_dir / FILE_NAME).exists():
         (run_dir / FILE_NAME).write_bytes(resume.metrics)
     (run_dir / "config.yaml").write_text(resolved_yaml(config))
-    timer = PhaseTimer()
     paths = {
         "metrics": run_dir / FILE_NAME,
         "adapter": run_dir / ADAPTER_FOLDER,
@@ -105,7 +108,19 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
             for record in recorder.earlier:
                 console.state.update(record)
         try:
-            job(config, layout, console, recorder, timer, run_dir, stop=stop, store=store, resume=resume, same=same)
+            job(
+                config,
+                layout,
+                console,
+                recorder,
+                timer,
+                run_dir,
+                data,
+                stop=stop,
+                store=store,
+                resume=resume,
+                same=same,
+            )
         except KeyboardInterrupt:
             code = INTERRUPTED
         except FAILURES as error:

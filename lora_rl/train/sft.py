@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lora_rl.config.layout import Layout
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.group import PolicyGroup
+    from lora_rl.train.job import Data
 
 
 MODEL_FOLDER = "model"
@@ -90,20 +91,21 @@ def run_sft(
     recorder: RunRecorder,
     timer: PhaseTimer,
     run_dir: Path,
+    data: Data,
     *,
     stop: Stop,
     store: CheckpointStore | None = None,
     resume: Checkpoint | None = None,
     same: dict[str, Any] | None = None,
 ) -> None:
-    """Start the ranks and train; arguments as in `run_grpo`, `config` from `as_sft`.
+    """Start the ranks and train; arguments as in `run_grpo`, `config` from `as_sft`, `data` from `load_examples`.
 
     Raises:
         WorkerError: a process failed.
         KeyboardInterrupt: a signal asked to stop; with checkpoints, the step was finished and saved.
     """
     with timer("startup"), ExitStack() as opening:
-        job = opening.enter_context(_start(config, layout, console, run_dir, resume, same or {}))
+        job = opening.enter_context(_start(config, layout, console, run_dir, data, resume, same or {}))
         stack = opening.pop_all()
     with stack:
         if resume is not None:
@@ -192,6 +194,7 @@ def _start(
     layout: Layout,
     console: Console,
     run_dir: Path,
+    data: Data,
     resume: Checkpoint | None,
     same: dict[str, Any],
 ) -> Iterator[SftJob]:
@@ -200,7 +203,7 @@ def _start(
     from lora_rl.train.job import build_processes, restore_policy, start_adapter
     from lora_rl.train.resources import reserve
 
-    tokenizer, prompts, held_out = load_examples(config, console.warn)
+    tokenizer, prompts, held_out = data
     if resume is not None:
         prompts.load_state_dict(resume.cursor)
     start = resume.start if resume is not None else start_adapter(config)
