@@ -117,7 +117,7 @@ def _check_target(key: str, target: str, facts: ModelFacts | None) -> Iterator[V
         yield Violation(key, expected, target, near)
     elif target != name and facts is not None and facts.num_layers:
         modules = facts.module_names()
-        if any(_matches(target, module) for module in modules):
+        if any(matches(target, module) for module in modules):
             return
         problem = (
             f"matches no module; the model has layers 0 to {facts.num_layers - 1}, and modules such as "
@@ -126,9 +126,14 @@ def _check_target(key: str, target: str, facts: ModelFacts | None) -> Iterator[V
         yield Violation(key, problem, target)
 
 
-def _matches(pattern: str, module: str) -> bool:
-    """Only `*` is special, and stands for any text."""
-    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), module) is not None
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module: its last part, or with wildcards all of it.
+
+    Only `*` is special, and stands for any text.
+    """
+    if "*" in pattern:
+        return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), module) is not None
+    return module == pattern or module.endswith(f".{pattern}")
 
 
 def _missing_model(name: str) -> tuple[str, tuple[str, ...]]:

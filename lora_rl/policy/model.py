@@ -114,6 +114,9 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         "variable_seq_lengths": True,
         # The default dispatcher refuses variable lengths, also in models without experts.
         "moe_token_dispatcher_type": "alltoall",
+        # The gradient of a balancing loss would reach the adapters through the routers' inputs; routers are frozen.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
         "seq_length": policy.max_total_sequence_length,
         "make_vocab_size_divisible_by": 1 if platform.name == "cpu" else 128,
     }

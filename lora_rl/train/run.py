@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import resolved_yaml
+from lora_rl.config.memory_plan import memory_plan
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, TensorBoardSink, learning_curve, read_metrics
 from lora_rl.track.recorder import FILE_NAME
@@ -53,6 +54,8 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     warnings: list[str] = []
     timer = PhaseTimer()
+    if kind == "grpo":
+        warnings.extend(memory_plan(config, layout).warnings())
     with timer("startup"):
         # Before anything is written or started: what is wrong with the data is then all there is to see.
         data = load(config, warnings.append)

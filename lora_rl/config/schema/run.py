@@ -73,6 +73,9 @@ class ClusterConfig(Section):
         description="GPUs used per node, on the CPU Megatron ranks per node; null: all GPUs of this machine, "
         "on the CPU tp x pp.",
     )
+    gpu_memory_gib: PositiveFloat | None = Field(
+        None, description="Memory of one GPU in GiB, for the memory plan; null: what nvidia-smi says on this machine."
+    )
     num_nodes: PositiveInt = Field(1, description="Nodes used, those of the engines included.")
     address: str | None = Field(
         None,

@@ -50,6 +50,9 @@ _PROVIDER_OVERRIDES = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
+    # Experts one by one: the grouped product and the fused permutation are kernels of Transformer Engine.
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
 }
 
 _prepared: Platform | None = None
