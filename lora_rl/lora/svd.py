@@ -1,7 +1,7 @@
 """SVD-LoRA: the singular vectors of a trained adapter are frozen, its singular values are trained.
 
-An adapter adds s B A to a weight (s = alpha / r). Its decomposition is written s U C V^T with orthonormal U [out, r] and
-V [in, r], and a small core C that depends on trained numbers `sigma`:
+An adapter adds s B A to a weight (s = alpha / r). Its decomposition is written s U C V^T with orthonormal U [out, r]
+and V [in, r], and a small core C that depends on trained numbers `sigma`:
 
     product  C = diag(sigma)           thin SVD of B A                                        r numbers
     factors  C = diag(b) M diag(a)     B = U diag(b) W_B^T, A = W_A diag(a) V^T, M = W_B^T W_A  2r numbers, M is frozen

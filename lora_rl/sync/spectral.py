@@ -1,4 +1,4 @@
-"""Pushes of an SVD-LoRA policy of which only sigma travels: the singular vectors stay in the buffer that engines map."""
+"""Pushes of an SVD-LoRA policy of which only sigma travels: the singular vectors stay in the buffer engines read."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class SvdConfig(Section):
     enabled: bool = Field(False, description="Freeze the adapter's singular vectors, train its singular values.")
     mode: Literal["product", "factors", "core"] = Field(
         "product",
-        description="What is trained per linear: product, the dim singular values of B A; factors, those of B and of A; "
-        "core, a dim x dim matrix between the singular vectors of B A.",
+        description="What is trained per linear: product, the dim singular values of B A; factors, those of B and "
+        "of A; core, a dim x dim matrix between the singular vectors of B A.",
     )
     parameterization: Literal["absolute", "relative"] = Field(
         "absolute",

@@ -79,7 +79,7 @@ def facts(config: RunConfig, steps: int, saved: Any = None) -> dict[str, Any]:
     adapter, state = export_peft(rank.model), gather_state(rank)
     before = {name: p.detach().clone() for name, p in rank.model.module.named_parameters()}
     history, metrics, group = [], {}, {}
-    for step in range(steps):
+    for _ in range(steps):
         reference = rank.logprobs(shard, cut, reference=True)
         result = rank.train_step(shard, cut, reference_logprobs=reference)
         metrics = metrics or {name: m.value for name, m in result.metrics.items()}
@@ -196,7 +196,7 @@ def gradients(configs: dict[str, RunConfig], sigmas: dict[str, Any], eps: float)
 def test_the_gradient_of_sigma_is_the_projection_of_the_weights_gradient(
     models: dict[str, Path], sft: tuple[Path, np.ndarray]
 ) -> None:
-    """dL/dC = s U^T G V, where s G V is what plain LoRA gets for B with A = V^T; and against differences of the loss."""
+    """dL/dC = s U^T G V, and s G V is what plain LoRA gets for B with A = V^T; and a difference quotient of the loss."""
     configs = {mode: config_of(models, sft, mode) for mode in MODES}
     configs["plain"] = tiny_config(models["tied"], "loss_fn.reference_policy_kl_penalty=0.1")
     [answer] = run_ranks(gradients, configs, {}, 1e-3)
