@@ -234,8 +234,8 @@ def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
         problem = f"must be more than {prefix}.lr_warmup_iters = {warmup}; null takes the whole run"
         yield Violation(f"{prefix}.lr_decay_iters", problem, decay)
     svd = config.policy.megatron_cfg.peft.svd
-    peak_key = "policy.megatron_cfg.peft.svd.lr" if svd.enabled else "policy.megatron_cfg.optimizer.lr"
-    peak = svd.lr if svd.enabled else optimizer.lr
+    peak_key = "policy.megatron_cfg.peft.svd.sigma_lr" if svd.enabled else "policy.megatron_cfg.optimizer.lr"
+    peak = svd.sigma_lr if svd.enabled else optimizer.lr
     for key in (f"{prefix}.lr_warmup_init", "policy.megatron_cfg.optimizer.min_lr"):
         section = scheduler if key.endswith("init") else optimizer
         value = getattr(section, key.rpartition(".")[2])

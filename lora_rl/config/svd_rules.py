@@ -24,7 +24,7 @@ def svd_starts_from_an_adapter(config: RunConfig) -> Iterator[Violation]:
 def svd_keys_have_an_effect(config: RunConfig) -> Iterator[Violation]:
     """A key that would be ignored is refused."""
     peft = config.policy.megatron_cfg.peft
-    for key in ("mode", "parameterization", "lr", "sigma_only_sync"):
+    for key in ("mode", "parameterization", "sigma_lr", "sigma_only_sync"):
         value, default = getattr(peft.svd, key), SvdConfig.model_fields[key].default
         if not peft.svd.enabled and value != default:
             shown = str(default).lower() if isinstance(default, bool) else default

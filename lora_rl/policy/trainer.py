@@ -87,7 +87,7 @@ class PolicyRank:
 
         settings, schedule = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
         svd = config.policy.megatron_cfg.peft.svd
-        peak = svd.lr if svd.enabled else settings.lr
+        peak = svd.sigma_lr if svd.enabled else settings.lr
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer=settings.optimizer,

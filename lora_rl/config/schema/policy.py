@@ -35,7 +35,7 @@ class SvdConfig(Section):
         "absolute",
         description="absolute: a step adds to a singular value; relative: to its ratio to the starting value.",
     )
-    lr: PositiveFloat = Field(
+    sigma_lr: PositiveFloat = Field(
         1e-2, description="Peak learning rate of the singular values, in place of policy.megatron_cfg.optimizer.lr."
     )
     sigma_only_sync: bool = Field(

@@ -109,7 +109,7 @@ def facts_of_all(configs: dict[str, RunConfig], steps: int) -> dict[str, dict[st
 @pytest.fixture(scope="module")
 def on_one(models: dict[str, Path], sft: tuple[Path, Any]) -> dict[str, dict[str, Any]]:
     configs = {mode: config_of(models, sft, mode) for mode in MODES}
-    configs["relative"] = config_of(models, sft, "product", f"{SVD}.parameterization=relative", f"{SVD}.lr=0.1")
+    configs["relative"] = config_of(models, sft, "product", f"{SVD}.parameterization=relative", f"{SVD}.sigma_lr=0.1")
     return run_ranks(facts_of_all, configs, 3)[0]
 
 
@@ -196,7 +196,7 @@ def gradients(configs: dict[str, RunConfig], sigmas: dict[str, Any], eps: float)
 def test_the_gradient_of_sigma_is_the_projection_of_the_weights_gradient(
     models: dict[str, Path], sft: tuple[Path, np.ndarray]
 ) -> None:
-    """dL/dC = s U^T G V, and s G V is what plain LoRA gets for B with A = V^T; and a difference quotient of the loss."""
+    """dL/dC = s U^T G V, where plain LoRA gets s G V for B if A = V^T; and a difference quotient of the loss."""
     configs = {mode: config_of(models, sft, mode) for mode in MODES}
     configs["plain"] = tiny_config(models["tied"], "loss_fn.reference_policy_kl_penalty=0.1")
     [answer] = run_ranks(gradients, configs, {}, 1e-3)
