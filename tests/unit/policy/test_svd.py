@@ -230,7 +230,14 @@ def at_layout(models: dict[str, Path], sft: tuple[Path, Any]) -> Callable[[str, 
     return get
 
 
-@pytest.mark.parametrize(("mode", "layout"), [("product", "tp2"), ("factors", "tp2_pp2"), ("core", "pp2")])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("factors", "tp2_pp2"),
+        pytest.param("product", "tp2", marks=pytest.mark.slow),
+        pytest.param("core", "pp2", marks=pytest.mark.slow),
+    ],
+)
 def test_the_layout_changes_nothing(
     on_one: dict[str, dict[str, Any]], at_layout: Callable[..., list], mode: str, layout: str
 ) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from lora_rl.config import RunConfig
 from lora_rl.lora.merge import AdapterTensors
 from lora_rl.lora.svd import decompose, times_core
 from lora_rl.sync.errors import SyncError
@@ -14,6 +18,14 @@ from lora_rl.sync.reading import read_push
 from lora_rl.sync.sender import WeightSender
 from lora_rl.sync.shared_memory import SharedBuffer
 from lora_rl.sync.spectral import SigmaSender, SpectralTensors
+from tests.support.batches import make_batch, one_microbatch
+from tests.support.configs import tiny_config
+from tests.support.engine_process import EngineProcess
+from tests.support.lab import Recorded, record
+from tests.support.pushes import Pusher, score_error, sequences
+from tests.support.ranks import run_ranks
+from tests.unit.conftest import BATCH_SEED, LAYOUTS
+from tests.unit.policy.test_peft import ALL, make_adapter
 
 MODES = ("product", "factors", "core")
 RANK = 4
@@ -133,3 +145,64 @@ def test_an_adapter_without_its_vectors_is_incomplete() -> None:
         pair_adapters({"q.lora_A": torch.ones(2, 3), "q.lora_sigma": torch.ones(2)}, {"q": 1.0})
     whole = {"q.lora_A": torch.ones(2, 3), "q.lora_B": torch.ones(5, 2), "q.lora_sigma": torch.tensor([2.0, 3.0])}
     np.testing.assert_array_equal(pair_adapters(whole, {"q": 1.0})["q"].b[0], [2.0, 3.0])
+
+
+# -- a real policy and a real engine ------------------------------------------------------------------------------
+
+
+def record_svd_pushes(configs: dict[str, RunConfig]) -> dict[str, Any] | None:
+    """Two pushes of each configuration's sender, of a policy whose sigma moved in between, and the logprobs then."""
+    import torch.distributed as dist
+
+    from lora_rl.lora.targets import adapter_modules
+    from lora_rl.policy.senders import make_sender
+    from tests.unit.policy.test_svd import start
+
+    rank = start(configs["sigma"])
+    made = {name: make_sender(config, rank.model, is_sender=dist.get_rank() == 0) for name, config in configs.items()}
+    for sender in made.values():
+        sender.open()
+        sender.close_name()
+    pushes: dict[str, list[Recorded | None]] = {name: [record(sender, 1)] for name, sender in made.items()}
+    for name, adapter in adapter_modules(rank.model.module).items():
+        noise = torch.randn(adapter.activation.theta.shape, generator=torch.Generator().manual_seed(len(name)))
+        adapter.activation.theta.data.copy_(0.3 * noise)
+    for name, sender in made.items():
+        pushes[name].append(record(sender, 2))
+    logprobs = rank.logprobs(make_batch(BATCH_SEED), one_microbatch(make_batch(BATCH_SEED), 1)[1][0], temperature=1.0)
+    return {"pushes": pushes, "logprobs": logprobs}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("mode", "layout"), [("product", "tp2_pp2"), pytest.param("factors", "tp1", marks=pytest.mark.slow)]
+)
+def test_an_engine_computes_the_same_from_sigma_alone(
+    engine: EngineProcess, models: dict[str, Path], tmp_path: Path, mode: str, layout: str
+) -> None:
+    make_adapter(models["tied"], tmp_path / "sft", r=2, lora_alpha=6, target_modules=ALL)
+    tp, pp = LAYOUTS[layout]
+    sync = "policy.generation.weight_sync.mode"
+    settings = {
+        "sigma": [f"{sync}=adapter_merge"],
+        "full": [f"{sync}=adapter_merge", "policy.megatron_cfg.peft.svd.sigma_only_sync=false"],
+        "merged": [f"{sync}=merged"],
+    }
+    adapter = f"policy.megatron_cfg.peft.adapter_path={tmp_path / 'sft'}"
+    svd = ["policy.megatron_cfg.peft.svd.enabled=true", f"policy.megatron_cfg.peft.svd.mode={mode}"]
+    configs = {
+        name: tiny_config(models["tied"], adapter, *svd, *options, tp=tp, pp=pp) for name, options in settings.items()
+    }
+    answers = run_ranks(record_svd_pushes, configs, tp=tp, pp=pp)
+    pushes, batch = answers[0]["pushes"], make_batch(BATCH_SEED)
+    want = next(a["logprobs"] for a in answers if a["logprobs"] is not None)
+    scores = {}
+    for name in ("merged", "full", "sigma"):
+        pusher = Pusher.for_recorded(engine, pushes[name][0])
+        for version, push in enumerate(pushes[name]):
+            pusher.replay(push, 3000 + version)
+        after = engine.call("score", sequences(batch))
+        scores[name] = np.concatenate([np.asarray(line) for line in after])
+        assert score_error(after, batch, want) <= 1e-4, name
+    np.testing.assert_allclose(scores["sigma"], scores["full"], atol=1e-6, rtol=0)
+    np.testing.assert_allclose(scores["sigma"], scores["merged"], atol=2e-5, rtol=0)
