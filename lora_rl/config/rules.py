@@ -12,6 +12,7 @@ from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
+from lora_rl.config.svd_rules import SVD_RULES
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The largest of vLLM's `MaxLoRARanks`.
@@ -232,12 +233,14 @@ def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
     if decay is not None and decay <= warmup:
         problem = f"must be more than {prefix}.lr_warmup_iters = {warmup}; null takes the whole run"
         yield Violation(f"{prefix}.lr_decay_iters", problem, decay)
+    svd = config.policy.megatron_cfg.peft.svd
+    peak_key = "policy.megatron_cfg.peft.svd.sigma_lr" if svd.enabled else "policy.megatron_cfg.optimizer.lr"
+    peak = svd.sigma_lr if svd.enabled else optimizer.lr
     for key in (f"{prefix}.lr_warmup_init", "policy.megatron_cfg.optimizer.min_lr"):
         section = scheduler if key.endswith("init") else optimizer
         value = getattr(section, key.rpartition(".")[2])
-        if value > optimizer.lr:
-            problem = f"must not be more than policy.megatron_cfg.optimizer.lr = {optimizer.lr}"
-            yield Violation(key, problem, value)
+        if value > peak:
+            yield Violation(key, f"must not be more than {peak_key} = {peak}", value)
 
 
 def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
@@ -337,4 +340,5 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *REWARD_RULES,
     *ALGORITHM_RULES,
+    *SVD_RULES,
 )

@@ -176,9 +176,9 @@ class PolicyGroup:
         timeout = self.config.cluster.startup_timeout_s
         wait([self.workers[0].call("close_transfer_name")], timeout_s=timeout, doing="start-up: opening the transfer")
 
-    def payload(self) -> Any:
-        """A Ray reference to the bytes of the last push, for engines on other hosts."""
-        return self.workers[0].call("payload").ref
+    def payload(self, *, changed: bool = False) -> Any:
+        """A Ray reference to the bytes of the last push, for engines on other hosts; see `WeightSender.payload`."""
+        return self.workers[0].call("payload", changed=changed).ref
 
     def send(self, version: int, *, must_differ: bool) -> Push:
         """Write the weights of `version` where the engines read them."""

@@ -6,6 +6,7 @@
                      adapter/               the adapter, as Hugging Face PEFT
                      start/                 the adapter the run started from, if it did
                      optimizer.safetensors  moments, whole matrices
+                     svd.safetensors        singular vectors and values, with SVD-LoRA
                      random.safetensors     random generators of each rank
     <folder>/latest                         name of the newest complete checkpoint
 
@@ -49,7 +50,7 @@ class Checkpoint:
         weight_version: of the last push.
         payload_digest: `Manifest.digest` of that push, which the first push after a resume must reproduce.
         adapter: the adapters.
-        moments, counters, flags, random: see `lora_rl.policy.state.PolicyState`.
+        moments, counters, flags, random, svd: see `lora_rl.policy.state.PolicyState`.
         cursor: `PromptSource.state_dict`.
         identity: what must be the same when a run continues: base model, adapter settings, data.
         layout: ranks it was taken on, {"tp", "pp", "dp"}.
@@ -74,6 +75,7 @@ class Checkpoint:
     metrics: bytes
     score: float | None = None
     start: PeftAdapter | None = None
+    svd: dict[str, torch.Tensor] = field(default_factory=dict)
     path: Path | None = field(default=None, compare=False)
 
 
@@ -220,6 +222,7 @@ def load(path: Path) -> Checkpoint:
         moments=load_file(path / "optimizer.safetensors"),
         random=load_file(path / "random.safetensors"),
         start=read_peft(path / "start") if (path / "start").is_dir() else None,
+        svd=load_file(path / "svd.safetensors") if (path / "svd.safetensors").is_file() else {},
         config=(path / "config.yaml").read_text(),
         metrics=(path / "metrics.jsonl").read_bytes(),
         path=path,
@@ -251,6 +254,8 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
         write_peft(folder / "start", checkpoint.start, base_model=checkpoint.start.base_model_name_or_path or "")
     save_file(checkpoint.moments, folder / "optimizer.safetensors")
     save_file(checkpoint.random, folder / "random.safetensors")
+    if checkpoint.svd:
+        save_file(checkpoint.svd, folder / "svd.safetensors")
     (folder / "config.yaml").write_text(checkpoint.config)
     (folder / "metrics.jsonl").write_bytes(checkpoint.metrics)
     files = sorted(p for p in folder.rglob("*") if p.is_file())
