@@ -39,6 +39,9 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     monitor_gpus: bool = Field(False, description="Log GPU utilisation and memory.")
     log_rollouts: bool = Field(False, description="Write every completion of a training step to rollouts.jsonl.")
+    log_val_samples: bool = Field(
+        True, description="Write every completion of a validation to val_samples.jsonl, which report.html shows."
+    )
     num_val_samples_to_print: NonNegativeInt = Field(4, description="Completions shown after each validation.")
     sample_table_period: NonNegativeInt = Field(
         10, description="Steps between tables of training completions; 0: never."
