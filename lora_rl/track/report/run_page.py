@@ -72,7 +72,7 @@ def _subtitle(run: Run) -> str:
         mode = ", generating while training" if config.get("grpo.async_grpo.enabled") == "true" else ""
     parts = [kind + mode]
     if model := config.get("policy.model_name"):
-        parts.append(f"model {model}")
+        parts.append(f"model {model.rstrip('/').rpartition('/')[2]}")
     if dim := config.get("policy.megatron_cfg.peft.dim"):
         parts.append(f"adapters of rank {dim}")
     if precision := config.get("policy.precision"):

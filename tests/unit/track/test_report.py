@@ -70,7 +70,7 @@ def test_curves_hold_what_was_recorded_and_the_key_figures_agree(run: Path):
     assert [v for _, v in values] == pytest.approx(raw, rel=1e-4)
     assert means[-1] == [60, pytest.approx(math.fsum(raw[-10:]) / 10, rel=1e-4)]
     assert [line["label"] for line in chart(page, "Age of the rollouts")] == ["mean", "oldest"]
-    for part in ("finished, 60 steps", "gen_kl_error", "seed: 0", "processor", "models/<small & fine>"):
+    for part in ("finished, 60 steps", "gen_kl_error", "seed: 0", "processor", "model <small & fine>"):
         assert part in page.text, part
 
 

@@ -46,6 +46,8 @@ addEventListener("load", () => {
     const [t, s] = [box(text), box(text.ownerSVGElement)];
     return t.width && (t.left < s.left - 1 || t.right > s.right + 1 || t.bottom > s.bottom + 1);
   }).map((text) => text.textContent);
+  const held = [...document.querySelectorAll(".tile, figcaption, td, h1")];
+  seen.spilt = held.filter((node) => node.scrollWidth > node.clientWidth + 1).map((node) => node.textContent);
   seen.small = Math.min(...charts.filter((c) => box(c).width).map((c) => box(c.querySelector("text")).height));
   const card = getComputedStyle(document.querySelector(".card")).backgroundColor;
   seen.dark = luminance(card) < 0.2;
@@ -116,7 +118,7 @@ def test_a_page_is_readable_and_reacts(pages, tmp_path: Path, name: str, width: 
     assert seen["width"] == width
     assert seen["overflow"] <= 0
     assert seen["columns"] == columns
-    assert (seen["flat"], seen["outside"]) == (0, [])
+    assert (seen["flat"], seen["outside"], seen["spilt"]) == (0, [], [])
     assert seen["small"] >= 10, "the text of charts in pixels"
     assert seen["dark"] is dark
     assert seen["contrast"] >= 3, "as WCAG asks of graphics"
