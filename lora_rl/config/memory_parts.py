@@ -62,6 +62,13 @@ def adapter_parameters(shape: Shape, trainer: Trainer) -> int:
     return total // (trainer.tp * trainer.pp)
 
 
+def singular_values(trainer: Trainer, mode: str) -> int:
+    """Numbers that SVD-LoRA trains in the whole model: per linear r in mode product, 2 r in factors, r x r in core.
+    Each rank has those of its stage."""
+    per_linear = {"product": trainer.rank, "factors": 2 * trainer.rank, "core": trainer.rank**2}[mode]
+    return per_linear * sum(trainer.adapted.values())
+
+
 def layer_activations(shape: Shape, trainer: Trainer) -> int:
     """Bytes that one layer keeps of a microbatch for its backward pass.
 

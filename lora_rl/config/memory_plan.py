@@ -63,10 +63,17 @@ def memory_plan(config: RunConfig, layout: Layout) -> MemoryPlan:
     return MemoryPlan(
         holders,
         shape.total,
-        sum(shape.adapter(linear, trainer.rank) * count for linear, count in trainer.adapted.items()),
+        _count_trained(config, shape, trainer),
         tuple(notes),
         tuple(_assumptions(layout, trainer, facts, limit)),
     )
+
+
+def _count_trained(config: RunConfig, shape: Shape, trainer: Trainer) -> int:
+    svd = config.policy.megatron_cfg.peft.svd
+    if svd.enabled:
+        return parts.singular_values(trainer, svd.mode)
+    return sum(shape.adapter(linear, trainer.rank) * count for linear, count in trainer.adapted.items())
 
 
 def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFacts) -> Trainer:
@@ -104,8 +111,7 @@ def _rank(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> 
         last = stage == layout.pp - 1
         return (
             Item("base weights", 0 if alone else base, base, base),
-            # Adam (Kingma & Ba 2015) has two moments per parameter.
-            Item.always("adapters, gradients, optimizer", adapters * 4 * parts.FLOAT32),
+            *_trained(config, layout, trainer, adapters),
             Item.always("reference adapters, at most", adapters * parts.FLOAT32 if frozen_reference else 0),
             Item("activations", training=parts.activations(shape, trainer, stage)),
             Item("logits and loss", training=parts.loss_bytes(shape, trainer) if last else 0),
@@ -114,6 +120,18 @@ def _rank(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> 
         )
 
     return max((items(stage) for stage in range(layout.pp)), key=peak)
+
+
+def _trained(config: RunConfig, layout: Layout, trainer: Trainer, adapters: int) -> tuple[Item, ...]:
+    """A parameter that is trained has a gradient, and two moments of Adam (Kingma & Ba 2015)."""
+    svd = config.policy.megatron_cfg.peft.svd
+    if not svd.enabled:
+        return (Item.always("adapters, gradients, optimizer", adapters * 4 * parts.FLOAT32),)
+    values = parts.singular_values(trainer, svd.mode) // layout.pp
+    return (
+        Item.always("frozen singular vectors", adapters * parts.FLOAT32),
+        Item.always("singular values, gradients, optimizer", values * 4 * parts.FLOAT32),
+    )
 
 
 def _sending(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> int:
