@@ -31,6 +31,7 @@ class Trainer:
         tokens: of a microbatch, padding included: N.
         length: of a padded sequence: T.
         completion_share: of the positions, those whose logits are used.
+        sequence_parallel: norms, and what lies between layers, are split over tp ranks.
         recompute: keep the inputs of layers only, and compute the rest again.
         flash: attention that never holds a matrix of scores, and a fused activation (Transformer Engine); else
             Megatron's local layers.
@@ -44,8 +45,14 @@ class Trainer:
     tokens: int
     length: int
     completion_share: float
+    sequence_parallel: bool
     recompute: bool
     flash: bool
+
+    @property
+    def between_parts(self) -> int:
+        """Ranks that share what lies between layers."""
+        return self.tp if self.sequence_parallel else 1
 
 
 def adapter_parameters(shape: Shape, trainer: Trainer) -> int:
@@ -53,6 +60,13 @@ def adapter_parameters(shape: Shape, trainer: Trainer) -> int:
     (`ParallelLinearAdapter` of Megatron-Bridge), and are float32."""
     total = sum(count * shape.adapter(linear, trainer.rank) for linear, count in trainer.adapted.items())
     return total // (trainer.tp * trainer.pp)
+
+
+def singular_values(trainer: Trainer, mode: str) -> int:
+    """Numbers that SVD-LoRA trains in the whole model: per linear r in mode product, 2 r in factors, r x r in core.
+    Each rank has those of its stage."""
+    per_linear = {"product": trainer.rank, "factors": 2 * trainer.rank, "core": trainer.rank**2}[mode]
+    return per_linear * sum(trainer.adapted.values())
 
 
 def layer_activations(shape: Shape, trainer: Trainer) -> int:
@@ -67,7 +81,7 @@ def layer_activations(shape: Shape, trainer: Trainer) -> int:
     p, tp, n = trainer.precision, trainer.tp, trainer.tokens
     h, q, kv, r, k = shape.hidden, shape.q // tp, shape.kv // tp, trainer.rank, shape.active_experts
     f = shape.ffn * k // tp
-    norms = 2 * h
+    norms = 2 * h // trainer.between_parts
     if shape.experts:
         # Tokens are copied to their experts, and each expert's answer is kept for its weight.
         norms += 2 * k * h
@@ -94,7 +108,8 @@ def activations(shape: Shape, trainer: Trainer, stage: int) -> int:
     layers, in_flight = shape.layers // trainer.pp, trainer.pp - stage
     one = layer_activations(shape, trainer)
     if trainer.recompute:
-        return layers * in_flight * trainer.tokens * shape.hidden * trainer.precision + one
+        between = trainer.tokens * shape.hidden * trainer.precision // trainer.between_parts
+        return layers * in_flight * between + one
     return layers * in_flight * one
 
 

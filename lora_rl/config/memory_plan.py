@@ -14,7 +14,7 @@ from lora_rl.config.layout import Layout
 from lora_rl.config.memory_parts import PRECISION_BYTES, Trainer
 from lora_rl.config.memory_table import GIB, Holder, Item, MemoryPlan, gib, peak
 from lora_rl.config.model_files import ModelFacts, read_model_facts
-from lora_rl.config.model_rules import matches
+from lora_rl.config.model_rules import adapted_layers
 from lora_rl.config.parameters import Shape, shape_of
 from lora_rl.config.schema import RunConfig
 
@@ -22,7 +22,6 @@ from lora_rl.config.schema import RunConfig
 GPU_PROCESS = int(1.5 * GIB)
 # Resident memory of a process on the CPU without weights: imported libraries.
 CPU_RANK, CPU_ENGINE = int(1.1 * GIB), int(1.5 * GIB)
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def memory_plan(config: RunConfig, layout: Layout) -> MemoryPlan:
@@ -64,10 +63,17 @@ def memory_plan(config: RunConfig, layout: Layout) -> MemoryPlan:
     return MemoryPlan(
         holders,
         shape.total,
-        sum(shape.adapter(linear, trainer.rank) * count for linear, count in trainer.adapted.items()),
+        _count_trained(config, shape, trainer),
         tuple(notes),
         tuple(_assumptions(layout, trainer, facts, limit)),
     )
+
+
+def _count_trained(config: RunConfig, shape: Shape, trainer: Trainer) -> int:
+    svd = config.policy.megatron_cfg.peft.svd
+    if svd.enabled:
+        return parts.singular_values(trainer, svd.mode)
+    return sum(shape.adapter(linear, trainer.rank) * count for linear, count in trainer.adapted.items())
 
 
 def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFacts) -> Trainer:
@@ -84,22 +90,14 @@ def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFact
         pp=layout.pp,
         precision=PRECISION_BYTES[policy.precision],
         rank=peft.dim,
-        adapted=adapted_layers(facts, peft.target_modules, peft.exclude_modules),
+        adapted=adapted_layers(facts, peft),
         tokens=tokens,
         length=longest,
         completion_share=min(1.0, policy.generation.max_new_tokens / longest),
+        sequence_parallel=policy.megatron_cfg.sequence_parallel,
         recompute=policy.megatron_cfg.activation_checkpointing,
         flash=layout.platform == "cuda",
     )
-
-
-def adapted_layers(facts: ModelFacts, targets: list[str], excluded: list[str]) -> dict[str, int]:
-    """How many layers have an adapter on each linear."""
-    counts = dict.fromkeys(LINEARS, 0)
-    for module in facts.module_names():
-        if any(matches(t, module) for t in targets) or (not targets and not any(matches(e, module) for e in excluded)):
-            counts[module.rpartition(".")[2]] += 1
-    return counts
 
 
 def _rank(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> tuple[Item, ...]:
@@ -113,8 +111,7 @@ def _rank(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> 
         last = stage == layout.pp - 1
         return (
             Item("base weights", 0 if alone else base, base, base),
-            # Adam (Kingma & Ba 2015) has two moments per parameter.
-            Item.always("adapters, gradients, optimizer", adapters * 4 * parts.FLOAT32),
+            *_trained(config, layout, trainer, adapters),
             Item.always("reference adapters, at most", adapters * parts.FLOAT32 if frozen_reference else 0),
             Item("activations", training=parts.activations(shape, trainer, stage)),
             Item("logits and loss", training=parts.loss_bytes(shape, trainer) if last else 0),
@@ -123,6 +120,18 @@ def _rank(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> 
         )
 
     return max((items(stage) for stage in range(layout.pp)), key=peak)
+
+
+def _trained(config: RunConfig, layout: Layout, trainer: Trainer, adapters: int) -> tuple[Item, ...]:
+    """A parameter that is trained has a gradient, and two moments of Adam (Kingma & Ba 2015)."""
+    svd = config.policy.megatron_cfg.peft.svd
+    if not svd.enabled:
+        return (Item.always("adapters, gradients, optimizer", adapters * 4 * parts.FLOAT32),)
+    values = parts.singular_values(trainer, svd.mode) // layout.pp
+    return (
+        Item.always("frozen singular vectors", adapters * parts.FLOAT32),
+        Item.always("singular values, gradients, optimizer", values * 4 * parts.FLOAT32),
+    )
 
 
 def _sending(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> int:

@@ -103,7 +103,7 @@ class MemoryPlan:
             lines.append(f"    {'total':<32}" + "".join(f"{gib(total):>12}" for total in holder.totals) + limit)
         verdicts = [f"  does not fit: {text}" for _, text in self.too_large()]
         verdicts += [f"  may not fit: {text}" for text in self.warnings()]
-        if not verdicts and self.holders and all(holder.limit for holder in self.holders):
+        if not verdicts and any(holder.limit for holder in self.holders):
             verdicts = ["  fits"]
         lines += [
             *verdicts,

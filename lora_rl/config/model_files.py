@@ -127,7 +127,7 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
         head_dim=size("head_dim") or (hidden // heads if hidden and heads else None),
         qkv_bias=kind in _BIASED_QUERIES or bool(text_model.get("attention_bias")),
         qk_norm=kind in _NORMED_QUERIES,
-        num_experts=size("num_experts"),
+        num_experts=size("num_experts") or size("num_local_experts"),
         experts_per_token=size("num_experts_per_tok"),
         expert_size=size("moe_intermediate_size"),
     )

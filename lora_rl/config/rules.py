@@ -295,6 +295,17 @@ def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
         yield Violation("checkpointing.checkpoint_must_save_by", problem, text)
 
 
+def sequence_parallel_fits(config: RunConfig) -> Iterator[Violation]:
+    """Sequences are split over tensor-parallel ranks, and norms on parts of them are frozen."""
+    megatron, key = config.policy.megatron_cfg, "policy.megatron_cfg.sequence_parallel"
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        problem = "has no effect with policy.megatron_cfg.tensor_model_parallel_size = 1; set it to false"
+        yield Violation(key, problem, True)
+    if megatron.sequence_parallel and config.sft.train_all_weights:
+        problem = "sft.train_all_weights trains norms, which sequence parallelism leaves out; set it to false"
+        yield Violation(key, problem, True)
+
+
 def adapter_rank_divides(config: RunConfig) -> Iterator[Violation]:
     """Tensor parallelism shards the rank dimension of column-parallel adapters."""
     dim, tp = config.policy.megatron_cfg.peft.dim, config.policy.megatron_cfg.tensor_model_parallel_size
@@ -336,6 +347,7 @@ RULES: tuple[Rule, ...] = (
     target_needs_validation,
     early_stop_needs_validation,
     adapter_rank_divides,
+    sequence_parallel_fits,
     chat_template_exists,
     *DATA_RULES,
     *REWARD_RULES,

@@ -78,6 +78,9 @@ class PolicyRank:
         self.temperature = config.policy.generation.temperature
         self.loss_settings = loss_settings(config)
         self._forward_backward = get_forward_backward_func()
+        megatron = config.policy.megatron_cfg
+        # With sequence parallelism each tensor-parallel rank has an equal share of the positions.
+        self._positions_multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         self._parallel = parallel_state
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.dp_rank = parallel_state.get_data_parallel_rank()
@@ -253,7 +256,7 @@ class PolicyRank:
         for result in results:
             values = result["logprobs"].float().cpu().numpy()
             for row, line in zip(result["rows"], values, strict=False):
-                out[row, : len(line)] = line
+                out[row, : len(line)] = line[: out.shape[1]]
         return out
 
     @torch.no_grad()
@@ -338,15 +341,18 @@ class PolicyRank:
 
     def _microbatch(self, shard: TrainBatch, rows: Sequence[int]) -> Microbatch:
         if not rows:
-            # Two padding tokens with an empty mask: the smallest forward pass that keeps the ranks in step.
-            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.platform.device)
+            # Padding tokens with an empty mask: the smallest forward pass that keeps the ranks in step.
+            width = max(2, self._positions_multiple)
+            tokens = torch.zeros(1, width, dtype=torch.int64, device=self.platform.device)
             none = torch.zeros_like(tokens, dtype=torch.bool)
             return Microbatch([], tokens, none, none.nonzero())
         part = shard.take(rows)
-        time = np.arange(part.token_ids.shape[1])
+        width = -(-part.token_ids.shape[1] // self._positions_multiple) * self._positions_multiple
+        token_ids = _pad_right(part.token_ids, width)
+        time = np.arange(token_ids.shape[1])
         mask = (time >= part.prompt_lengths[:, None]) & (time < part.lengths[:, None])
         mask_tensor = torch.from_numpy(mask).to(self.platform.device)
-        tokens = torch.from_numpy(np.ascontiguousarray(part.token_ids)).to(self.platform.device)
+        tokens = torch.from_numpy(np.ascontiguousarray(token_ids)).to(self.platform.device)
         return Microbatch(list(rows), tokens, mask_tensor, mask_tensor.nonzero())
 
     def _logprobs(
@@ -370,7 +376,7 @@ class PolicyRank:
             return None
         if not rows:
             return torch.zeros(1, width, device=self.platform.device)
-        return torch.from_numpy(np.ascontiguousarray(values[rows, :width])).to(self.platform.device)
+        return torch.from_numpy(np.ascontiguousarray(_pad_right(values[rows, :width], width))).to(self.platform.device)
 
     def _vector_to_device(self, values: np.ndarray, rows: list[int]) -> torch.Tensor:
         return torch.from_numpy(values[rows] if rows else np.zeros(1, np.float32)).to(self.platform.device)
@@ -387,6 +393,11 @@ class PolicyRank:
                 f"{len(dead)} of {len(adapter_modules(self.model.module))} adapters received no gradient in the first "
                 f"update, so they would never train: {', '.join(sorted(dead)[:8])}"
             )
+
+
+def _pad_right(values: np.ndarray, width: int) -> np.ndarray:
+    """[B, T] with zeros behind, up to [B, width]."""
+    return np.pad(values, ((0, 0), (0, max(0, width - values.shape[1]))))
 
 
 def loss_settings(config: RunConfig) -> LossSettings:

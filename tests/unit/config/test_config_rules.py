@@ -20,6 +20,7 @@ SVD = f"{PEFT}.svd"
 SVD_ON = f"{SVD}.enabled=true"
 # In the current folder; the rules read no more of it than its files' names.
 ADAPTER = "sft-adapter"
+MOE = "policy.model_name=Qwen/Qwen3-30B-A3B-Base"
 TARGETS = f"{PEFT}.target_modules"
 MEGATRON = "policy.megatron_cfg"
 SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -482,7 +483,25 @@ CASES = [
         "must not be more than policy.megatron_cfg.peft.svd.sigma_lr = 0.01",
         0.01,
     ),
+    ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel", "has no effect with", "false"),
+    (
+        [
+            f"{MEGATRON}.sequence_parallel=true",
+            f"{MEGATRON}.tensor_model_parallel_size=2",
+            "sft.train_all_weights=true",
+        ],
+        f"{MEGATRON}.sequence_parallel",
+        "trains norms, which sequence parallelism leaves out",
+        "false",
+    ),
     # rules that read the model
+    ([MOE, f"{TARGETS}=[linear_fc1]"], TARGETS, "linear_fc1 of this model are in its experts", "[linear_qkv]"),
+    (
+        [MOE, f"{TARGETS}=[linear_qkv]", f"{MEGATRON}.tensor_model_parallel_size=2"],
+        f"{MEGATRON}.sequence_parallel",
+        "a mixture of experts over tensor-parallel ranks only with it; set it to true",
+        None,
+    ),
     (
         ["policy.megatron_cfg.tensor_model_parallel_size=4"],
         "policy.megatron_cfg.tensor_model_parallel_size",

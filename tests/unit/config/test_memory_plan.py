@@ -31,6 +31,7 @@ PUBLISHED = {
 }
 CUDA = ("cluster.platform=cuda", "cluster.gpus_per_node=8", "policy.precision=bfloat16")
 MEGATRON = "policy.megatron_cfg"
+SPLIT = (f"{MEGATRON}.tensor_model_parallel_size=4", f"{MEGATRON}.sequence_parallel=true")
 
 
 def plan_of(config_file: Path, *overrides: str):
@@ -129,7 +130,7 @@ def test_recomputation_and_pipeline_stages_change_activations(config_file: Path,
 def test_experts_are_counted_once_per_layer_and_their_activations_per_token(config_file: Path) -> None:
     name = "policy.model_name=Qwen/Qwen3-30B-A3B-Base"
     attention = f"{MEGATRON}.peft.target_modules=[linear_qkv, linear_proj]"
-    plan = plan_of(config_file, *CUDA, name, attention, f"{MEGATRON}.tensor_model_parallel_size=4")
+    plan = plan_of(config_file, *CUDA, name, attention, *SPLIT)
     assert plan.trained == 16 * 48 * ((2048 + 4096 + 2 * 512) + (4096 + 2048))
     assert plan.holders[0].limit is None
     assert "set cluster.gpu_memory_gib" in plan.describe()
@@ -185,5 +186,5 @@ def test_a_dry_run_says_what_is_missing_and_a_run_is_refused(
 def test_no_plan_without_sizes(config_file: Path, model_dir: Path, change: dict, reason: str) -> None:
     content = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**content, **change}))
-    assert reason in plan_of(config_file).describe()
+    assert reason in plan_of(config_file, f"{MEGATRON}.peft.target_modules=[linear_qkv]").describe()
     assert not plan_of(config_file, "policy.model_name=some/model").holders

@@ -20,6 +20,7 @@ from tests.support.lab import new_rank
 from tests.support.ranks import run_ranks
 
 SEQUENCES, LENGTH, PROMPT = 8, 64, 56
+SPLIT = "policy.megatron_cfg.sequence_parallel=true"
 RECOMPUTE = "policy.megatron_cfg.activation_checkpointing=true"
 CASES = [
     ("tied", 1, 1, ()),
@@ -27,6 +28,7 @@ CASES = [
     ("tied", 2, 1, ()),
     ("untied", 1, 2, ()),
     ("tied", 1, 1, (RECOMPUTE,)),
+    ("tied", 2, 1, (SPLIT,)),
 ]
 
 
@@ -85,12 +87,8 @@ def rank_tp() -> int:
 def test_ranks_hold_what_the_plan_says(
     models: dict[str, Path], kind: str, tp: int, pp: int, overrides: tuple[str, ...]
 ) -> None:
-    config = tiny_config(models[kind], f"policy.dynamic_batching.train_mb_tokens={SEQUENCES * LENGTH}", *overrides)
-    megatron = config.policy.megatron_cfg.model_copy(
-        update={"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    )
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpus_per_node": tp * pp})})
+    tokens = f"policy.dynamic_batching.train_mb_tokens={SEQUENCES * LENGTH}"
+    config = tiny_config(models[kind], tokens, *overrides, tp=tp, pp=pp)
     facts = read_model_facts(str(models[kind]))
     shape = shape_of(facts)
     assert isinstance(shape, Shape)
@@ -102,7 +100,7 @@ def test_ranks_hold_what_the_plan_says(
         assert held["trained"] == parts.adapter_parameters(shape, trainer) * 4 * 4
         # One microbatch is in flight here, however many stages there are.
         planned = parts.activations(shape, trainer, stage=pp - 1)
-        if overrides:
+        if RECOMPUTE in overrides:
             # Each layer is computed again in the backward pass; what it keeps then is seen here for all, one by one.
             planned += (shape.layers - 1) * parts.layer_activations(shape, trainer)
         assert planned == pytest.approx(held["kept"] - held["softmax"], rel=0.08)
