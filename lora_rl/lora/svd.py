@@ -182,9 +182,10 @@ def decompose(
 ) -> Decomposition | None:
     """Decompose an adapter whose matrices are spread over ranks, without putting any of them together. Collective.
 
-    QR of the shards, then of their small R factors (TSQR, Demmel et al. 2012), reduces the problem to r x r. Unlike an
-    eigendecomposition of Gram matrices this does not square the condition number. All of it in float64; every rank gets
-    the same sigma. The sign of each pair of vectors makes the largest entry of u (of v for A in `factors`) positive.
+    QR of the shards, then of their small R factors (TSQR, Demmel et al. 2012, arXiv:0808.2664), reduces the problem to
+    r x r. Unlike an eigendecomposition of Gram matrices this does not square the condition number. All of it in
+    float64; every rank gets the same sigma. The sign of each pair of vectors makes the largest entry of u (of v for A
+    in `factors`) positive.
 
     Args:
         a: [r, in], or columns of it spread over `a_shards`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,10 +327,19 @@ def build_processes(
     replicas = len(ranks) // (
         config.policy.megatron_cfg.tensor_model_parallel_size * config.policy.megatron_cfg.pipeline_model_parallel_size
     )
+    return model_sizes(described, replicas, console.warn)
+
+
+def model_sizes(described: Sequence[Mapping[str, int]], replicas: int, warn: Callable[[str], None]) -> dict[str, float]:
+    """What the ranks say of their parts of the model (`PolicyRank.describe`), summed over one replica.
+
+    Args:
+        warn: told of singular values that SVD-LoRA cannot train.
+    """
     keys = [key for key in ("parameters", "trainable", "directions") if key in described[0]]
     sizes = {key: sum(d[key] for d in described) / replicas for key in keys}
     if sizes.get("directions", sizes["trainable"]) < sizes["trainable"]:
-        console.warn(
+        warn(
             f"the starting adapter has only {sizes['directions']:.0f} of the {sizes['trainable']:.0f} singular values "
             "of its rank; the others are 0 and stay so. A smaller policy.megatron_cfg.peft.dim leaves them out"
         )

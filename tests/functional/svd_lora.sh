@@ -19,7 +19,7 @@ step() { # step <name> <command...>
 common=(logger.console=plain logger.tensorboard_enabled=false grpo.max_val_samples=256)
 svd=policy.megatron_cfg.peft.svd
 grpo=(uv run examples/run_grpo.py --config examples/configs/svd_lora_cpu.yaml grpo.num_prompts_per_step=32
-  policy.train_global_batch_size=64 loss_fn.reference_policy_kl_penalty=0.01 checkpointing.enabled=true
+  policy.train_global_batch_size=null loss_fn.reference_policy_kl_penalty=0.01 checkpointing.enabled=true
   "policy.megatron_cfg.peft.adapter_path=$work/sft/adapter" "logger.log_dir=$work/grpo" "${common[@]}")
 
 step sft uv run examples/run_sft.py --config examples/configs/sft_svd_lora_cpu.yaml sft.max_num_steps=20 sft.val_period=20 \

@@ -68,6 +68,7 @@ def start(config: RunConfig) -> Any:
 def facts(config: RunConfig, steps: int, saved: Any = None) -> dict[str, Any]:
     """What a policy is before and after some training steps, as told by each rank."""
     from lora_rl.policy.export import export_peft
+    from lora_rl.policy.offload import FrozenWeights
     from lora_rl.policy.state import gather_state, load_state
 
     rank = start(config)
@@ -78,7 +79,7 @@ def facts(config: RunConfig, steps: int, saved: Any = None) -> dict[str, Any]:
     at_start = rank.logprobs(shard, cut, temperature=1.0)
     adapter, state = export_peft(rank.model), gather_state(rank)
     before = {name: p.detach().clone() for name, p in rank.model.module.named_parameters()}
-    history, metrics, group = [], {}, {}
+    history, metrics = [], {}
     for _ in range(steps):
         reference = rank.logprobs(shard, cut, reference=True)
         result = rank.train_step(shard, cut, reference_logprobs=reference)
@@ -86,15 +87,20 @@ def facts(config: RunConfig, steps: int, saved: Any = None) -> dict[str, Any]:
         loss = result.metrics["loss"].value if result.metrics else None
         history.append((loss, result.grad_norm, result.learning_rate))
     group = [{k: v for k, v in g.items() if k != "params"} for g in rank.optimizer.param_groups]
-    return {
-        "describe": rank.describe(),
-        "at_start": at_start,
+    last = {
         "reference": rank.logprobs(shard, cut, reference=True, temperature=1.0),
         "at_end": rank.logprobs(shard, cut, temperature=1.0),
+        "describe": rank.describe(),
+        "changed": {n for n, p in rank.model.module.named_parameters() if not p.equal(before[n])},
+    }
+    # As while the engines have the devices: only the base model is away.
+    FrozenWeights(rank.model.chunks).offload()
+    return {
+        **last,
+        "at_start": at_start,
         "history": history,
         "metrics": metrics,
         "group": group,
-        "changed": {n for n, p in rank.model.module.named_parameters() if not p.equal(before[n])},
         "adapter": adapter,
         "state": state,
         "last_adapter": export_peft(rank.model),
