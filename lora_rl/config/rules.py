@@ -13,6 +13,7 @@ from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
 from lora_rl.config.svd_rules import SVD_RULES
+from lora_rl.config.tracker_rules import TRACKER_RULES
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The largest of vLLM's `MaxLoRARanks`.
@@ -353,4 +354,5 @@ RULES: tuple[Rule, ...] = (
     *REWARD_RULES,
     *ALGORITHM_RULES,
     *SVD_RULES,
+    *TRACKER_RULES,
 )

@@ -31,6 +31,7 @@ class RunRecorder:
         sinks: further destinations. One that raises is reported once, closed, and left out from then on.
         resume_step: the step whose checkpoint the run goes on from; None for a new run. Records of later steps
             will be computed again, so they move to metrics.superseded.jsonl.
+        monitor: called at each step for further metrics.
         warn: called with one line when a sink fails.
         clock: Unix time in seconds.
 
@@ -48,6 +49,7 @@ class RunRecorder:
         *,
         sinks: Sequence[Sink] = (),
         resume_step: int | None = None,
+        monitor: Callable[[], Mapping[str, float]] = dict,
         warn: Callable[[str], None] = logger.warning,
         clock: Callable[[], float] = time.time,
     ):
@@ -64,6 +66,7 @@ class RunRecorder:
         self._last_step = kept[-1]["step"] if kept else None
         self._elapsed_before = kept[-1]["elapsed_s"] if kept else 0.0
         self._sinks = list(sinks)
+        self._monitor = monitor
         self._warn = warn
         self._clock = clock
         self._start = clock()
@@ -90,7 +93,7 @@ class RunRecorder:
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} logged after step {self._last_step}; each step has one record")
-        values = _merge(step, metrics)
+        values = _merge(step, (*metrics, self._monitor()))
         now = self._clock()
         elapsed = self._elapsed_before + now - self._start
         record = {"step": step, "wall_time": now, "elapsed_s": elapsed, **values}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,9 +14,11 @@ from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import resolved_yaml
 from lora_rl.config.memory_plan import memory_plan
 from lora_rl.sync.errors import SyncError
-from lora_rl.track import Console, PhaseTimer, RunRecorder, TensorBoardSink, learning_curve, read_metrics
+from lora_rl.track import Console, PhaseTimer, RunRecorder, learning_curve, read_metrics
+from lora_rl.track.monitor import Monitor
 from lora_rl.track.recorder import FILE_NAME
 from lora_rl.track.report import REPORT_NAME
+from lora_rl.track.trackers import open_sinks
 from lora_rl.train.checkpoint import Checkpoint, CheckpointError
 from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
 from lora_rl.train.job import load_data
@@ -95,19 +98,31 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     if store is not None:
         store.folder.mkdir(parents=True, exist_ok=True)
         store.clean()
-    sinks = [TensorBoardSink(paths["tensorboard"])] if config.logger.tensorboard_enabled else []
+    told = {"warn": console.warn, "tell": console.info}
+    sinks = open_sinks(config, run_dir, continues=continues or resume is not None, **told)
+    monitor = Monitor(console.warn) if config.logger.monitor_gpus else None
     code, failure = 0, ""
     # Records after the checkpoint will be computed again; with none, all of them.
     resume_step = resume.step if resume is not None else -1 if continues else None
     limit = config.checkpointing.checkpoint_must_save_by if store is not None else None
     stop = Stop(saves=store is not None, limit_s=None if limit is None else seconds(limit), notify=console.warn)
+    # The console is left last: trackers may warn when they are closed.
     with (
-        RunRecorder(run_dir, sinks=sinks, resume_step=resume_step, warn=console.warn) as recorder,
         stop,
         console,
+        monitor or nullcontext(),
+        RunRecorder(
+            run_dir,
+            sinks=sinks,
+            resume_step=resume_step,
+            monitor=monitor.take if monitor else dict,
+            warn=console.warn,
+        ) as recorder,
         reporting(run_dir, kind, console) as outcome,
     ):
         console.info(f"run folder {run_dir}")
+        if monitor and not monitor.sees_gpus:
+            console.info("logger.monitor_gpus: there is no nvidia-smi here; CPU and memory are recorded (host/*)")
         for warning in warnings:
             console.warn(warning)
         if resume is not None:

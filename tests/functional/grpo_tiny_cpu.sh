@@ -28,7 +28,7 @@ uv run tests/functional/check_metrics.py "$run/metrics.jsonl" \
   "max(train/lr) > first(train/lr)"
 
 failed=0
-for file in config.yaml learning_curve.png logs/rank_0.log logs/engine_0.log logs/ray.log \
+for file in config.yaml report.html val_samples.jsonl run.json learning_curve.png logs/rank_0.log logs/engine_0.log logs/ray.log \
   "tensorboard/events.out.tfevents.*"; do
   # Unquoted on purpose: the last name is a pattern.
   if [[ -e $(echo "$run"/$file) ]]; then

@@ -15,7 +15,11 @@ class WandbConfig(Section):
     """`logger.wandb`."""
 
     project: str = Field("lora-rl", description="Weights & Biases project.")
+    entity: str | None = Field(None, description="User or team that the project belongs to; null: your default.")
     name: str | None = Field(None, description="Name of the run; null: the run folder's name.")
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="offline: into the run folder, for `wandb sync`; null: as WANDB_MODE says, else online."
+    )
 
 
 class MlflowConfig(Section):
@@ -23,6 +27,9 @@ class MlflowConfig(Section):
 
     experiment_name: str = Field("lora-rl", description="MLflow experiment.")
     run_name: str | None = Field(None, description="Name of the run; null: the run folder's name.")
+    tracking_uri: str | None = Field(
+        None, description="Server or store; null: as MLFLOW_TRACKING_URI says, else mlruns/ in the run folder."
+    )
 
 
 class LoggerConfig(Section):
@@ -33,11 +40,13 @@ class LoggerConfig(Section):
         description="Run folder. A file that does not set it gets results/<name of the file>.",
     )
     tensorboard_enabled: bool = Field(True, description="Write TensorBoard events into the run folder.")
-    wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
+    wandb_enabled: bool = Field(False, description="Log to Weights & Biases; needs the extra `trackers`.")
     wandb: WandbConfig = Field(default_factory=WandbConfig)
-    mlflow_enabled: bool = Field(False, description="Log to MLflow.")
+    mlflow_enabled: bool = Field(False, description="Log to MLflow; needs the extra `trackers`.")
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
-    monitor_gpus: bool = Field(False, description="Log GPU utilisation and memory.")
+    monitor_gpus: bool = Field(
+        False, description="Record how busy this machine is: its GPUs (gpu/*), its CPU and memory (host/*)."
+    )
     log_rollouts: bool = Field(False, description="Write every completion of a training step to rollouts.jsonl.")
     log_val_samples: bool = Field(
         True, description="Write every completion of a validation to val_samples.jsonl, which report.html shows."
