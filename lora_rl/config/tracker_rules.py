@@ -19,7 +19,7 @@ def trackers_are_installed(config: RunConfig) -> Iterator[Violation]:
         key = f"{tracker}_enabled"
         if getattr(config.logger, key) and not any(map(is_installed, packages)):
             problem = (
-                f"{TITLES[tracker]} is not installed; `uv sync --extra trackers` installs it, or set this to false"
+                f"{TITLES[tracker]} is not installed; install it with uv sync --extra trackers, or set this to false"
             )
             yield Violation(f"logger.{key}", problem, True)
 

@@ -545,7 +545,7 @@ CASES = [
         "down_proj is a Hugging Face name",
         "[linear_fc2]",
     ),
-    (["logger.wandb_enabled=true"], "logger.wandb_enabled", "`uv sync --extra trackers` installs it", "false"),
+    (["logger.wandb_enabled=true"], "logger.wandb_enabled", "install it with uv sync --extra trackers", "false"),
     (["logger.mlflow_enabled=true"], "logger.mlflow_enabled", "MLflow is not installed", "false"),
 ]
 

@@ -140,7 +140,7 @@ def test_weights_that_cannot_fit_are_refused_and_an_estimate_only_warned_about(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "count_gpus", lambda: 8)
-    monkeypatch.setattr(hardware, "_installed", lambda name: False)
+    monkeypatch.setattr(hardware, "is_installed", lambda name: False)
     apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=4")
     model = ("policy.model_name=Qwen/Qwen3-14B", "policy.generation.vllm_cfg.tensor_parallel_size=4")
     overrides = [*CUDA, *apart, *model, "cluster.gpu_memory_gib=24"]
