@@ -1,4 +1,4 @@
-"""Predicting the next change of a low-rank trajectory without learning: along a line, a saturating curve, or not at all.
+"""Predicting the next change of a low-rank trajectory without learning: a line, a saturating curve, or neither.
 
 Each predicts, for every matrix, the change over the next `horizon` snapshots as one rank-1 matrix. `scale` and `random`
 are null models: what only stretches the way so far, or goes anywhere at all, shows what prediction must beat.
@@ -105,7 +105,7 @@ def _slope(count: int) -> torch.Tensor:
 
 
 def _saturating_step(values: torch.Tensor, horizon: int) -> float:
-    """By how much the best curve a + b (1 - exp(-t / tau)) through values at t = 0, 1, ... c grows until c + horizon."""
+    """Growth from t = c to c + horizon of the best curve a + b (1 - exp(-t / tau)) through values at t = 0 ... c."""
     last = len(values) - 1
     time = torch.arange(last + 1, dtype=torch.float64)
     taus = torch.logspace(-0.3, torch.tensor(8.0 * last).log10().item(), _TIME_CONSTANTS, dtype=torch.float64)
