@@ -124,6 +124,17 @@ class PolicyActor:
         import_peft(self.rank.model, adapter)
         load_state(self.rank, state, with_random=with_random)
 
+    # -- extrapolation -----------------------------------------------------------------------------------------
+
+    def extrapolation(self, method: str, *args: Any) -> Any:
+        """See the method of `RankExtrapolation`. Collective."""
+        from lora_rl.policy.extrapolation import RankExtrapolation
+
+        if not hasattr(self, "_extrapolation"):
+            section = self._config.grpo.next
+            self._extrapolation = RankExtrapolation(self.rank, capacity=section.snapshots + 1, horizon=section.horizon)
+        return getattr(self._extrapolation, method)(*args)
+
     # -- memory ------------------------------------------------------------------------------------------------
 
     def offload(self) -> None:

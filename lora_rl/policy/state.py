@@ -55,7 +55,7 @@ def gather_state(rank: PolicyRank) -> PolicyState | None:
     # A stage without adapters has no optimizer; every other one counts the same.
     counters = max((part["counters"] for part in everyone), key=len)
     return PolicyState(
-        moments={key: _whole(shards[key]) for key in sorted(shards)},
+        moments={key: whole(shards[key]) for key in sorted(shards)},
         counters={**counters, "scheduler": float(rank.scheduler.num_steps)},
         flags={"gradients_checked": rank._gradients_checked},
         random={f"rank_{n}.{k}": v for n, part in enumerate(everyone) for k, v in part["random"].items()},
@@ -97,7 +97,7 @@ def load_state(rank: PolicyRank, state: PolicyState, *, with_random: bool) -> No
     if problems:
         raise ValueError(f"the saved training state is of another policy: {'; '.join(problems[:8])}")
     for parameter, moment, value in loaded:
-        _state_of(rank, parameter)[moment] = value.to(parameter.device).clone()
+        state_of(rank, parameter)[moment] = value.to(parameter.device).clone()
     _set_counters(rank, state.counters)
     rank.scheduler.num_steps = int(state.counters["scheduler"])
     rank.scheduler.step(increment=0)
@@ -114,7 +114,7 @@ def _parameters(rank: PolicyRank) -> Iterator[tuple[str, torch.nn.Parameter, boo
         for factor in ("linear_in", "linear_out"):
             parameter = getattr(adapter, factor).weight
             gated = factor == "linear_out" and name.endswith("linear_fc1") and module.config.gated_linear_unit
-            yield f"{name}.{factor}", parameter, gated, _state_of(rank, parameter, create=False)
+            yield f"{name}.{factor}", parameter, gated, state_of(rank, parameter, create=False)
 
 
 def _torch_optimizers(rank: PolicyRank) -> list[torch.optim.Optimizer]:
@@ -122,7 +122,7 @@ def _torch_optimizers(rank: PolicyRank) -> list[torch.optim.Optimizer]:
     return [o.optimizer for o in chained if getattr(o, "optimizer", None) is not None]
 
 
-def _state_of(rank: PolicyRank, parameter: torch.nn.Parameter, *, create: bool = True) -> dict[str, Any]:
+def state_of(rank: PolicyRank, parameter: torch.nn.Parameter, *, create: bool = True) -> dict[str, Any]:
     for inner in _torch_optimizers(rank):
         if any(p is parameter for group in inner.param_groups for p in group["params"]):
             return inner.state[parameter] if create else inner.state.get(parameter, {})
@@ -156,7 +156,7 @@ def _set_counters(rank: PolicyRank, counters: Mapping[str, float]) -> None:
                 inner.state[parameter]["step"] = torch.tensor(counters["step"], dtype=torch.float32)
 
 
-def _whole(shards: list[tuple[torch.Tensor, int | None, bool]]) -> torch.Tensor:
+def whole(shards: list[tuple[torch.Tensor, int | None, bool]]) -> torch.Tensor:
     """One matrix from its tensor-parallel shards; the inverse of `local_slice`."""
     tensors, (_, split, gated) = [t for t, _, _ in shards], shards[0]
     if split is None:
