@@ -22,7 +22,7 @@ def test_a_prompt_must_leave_room_for_a_completion(models: dict[str, Path], tmp_
     rows = write(tmp_path, "a" * 56, "b" * 57, "c" * 60, *(f"d{n}" for n in range(20)))
     config = tiny_config(models["tied"], "data.task=null", rows, "data.validation_split=0.3")
     warnings: list[str] = []
-    tokenizer, prompts, held_out = load_data(config, warnings.append)
+    tokenizer, prompts, held_out, _ = load_data(config, warnings.append)
     lengths = [len(p.token_ids) for p in (*prompts.prompts, *held_out)]
     assert len(lengths) == 21 and max(lengths) == 56
     assert sum(int(w.split()[0]) for w in warnings) == 2
@@ -38,7 +38,7 @@ def test_validation_needs_prompts(models: dict[str, Path], tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"no held-out prompts: set data\.val_path or data\.validation_split"):
         load_data(tiny_config(models["tied"], *overrides))
     overrides += ["grpo.val_at_start=false", "grpo.val_period=0"]
-    _, prompts, held_out = load_data(tiny_config(models["tied"], *overrides))
+    _, prompts, held_out, _ = load_data(tiny_config(models["tied"], *overrides))
     assert (len(prompts), held_out) == (5, [])
 
 
@@ -46,7 +46,7 @@ def test_fewer_prompts_than_a_step_are_reported_and_used(models: dict[str, Path]
     off = ["grpo.val_at_start=false", "grpo.val_period=0"]
     warnings: list[str] = []
     config = tiny_config(models["tied"], "data.task=null", write(tmp_path, "a", "b", "c"), *off)
-    _, prompts, _ = load_data(config, warnings.append)
+    _, prompts, _, _ = load_data(config, warnings.append)
     assert warnings == [
         "3 training prompts are fewer than grpo.num_prompts_per_step = 4: every step sees some of them more than once"
     ]
@@ -57,7 +57,7 @@ def test_the_configured_chat_template_is_used(models: dict[str, Path], tmp_path:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     chat = [f"policy.tokenizer.chat_template={template}", "data.prompt_mode=chat"]
-    _, prompts, _ = load_data(tiny_config(models["tied"], *chat))
+    _, prompts, _, _ = load_data(tiny_config(models["tied"], *chat))
     assert prompts.prompts[0].text == "<10+10=>"
     with pytest.raises(ValueError, match=r"set policy\.tokenizer\.chat_template to a Jinja file"):
         load_data(tiny_config(models["tied"], "data.prompt_mode=chat"))
