@@ -90,7 +90,7 @@ class NextConfig(Section):
     )
     horizon: PositiveInt = Field(3, description="Snapshots that are predicted ahead.")
     alphas: list[PositiveFloat] = Field(
-        [0.5, 1.0], description="Lengths of the jump that are tried, in units of the prediction."
+        [1.0, 2.0], description="Lengths of the jump that are tried, in units of the prediction."
     )
     max_jumps: PositiveInt | None = Field(None, description="Jumps after which no more are proposed; null: no limit.")
     retry_after: PositiveInt = Field(3, description="Snapshots between a proposal that was refused and the next.")

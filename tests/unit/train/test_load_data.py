@@ -10,6 +10,8 @@ import pytest
 from lora_rl.train.job import load_data
 from tests.support.configs import tiny_config
 
+PAPER_FITS = ["grpo.next.interval=2", "grpo.next.write_back=adapter"]
+
 
 def write(folder: Path, *prompts: str) -> str:
     path = folder / "data.jsonl"
@@ -61,3 +63,21 @@ def test_the_configured_chat_template_is_used(models: dict[str, Path], tmp_path:
     assert prompts.prompts[0].text == "<10+10=>"
     with pytest.raises(ValueError, match=r"set policy\.tokenizer\.chat_template to a Jinja file"):
         load_data(tiny_config(models["tied"], "data.prompt_mode=chat"))
+
+
+def test_prompts_of_the_gate_are_neither_trained_nor_validated_on(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = write(tmp_path, *(f"d{n}" for n in range(60)))
+    settings = ["data.task=null", rows, "data.validation_split=0.3"]
+    plain = load_data(tiny_config(models["tied"], *settings))
+    assert plain.gate == []
+    jumps = ["grpo.next.enabled=true", "grpo.max_num_steps=100", "grpo.next.gate.num_prompts=16"]
+    data = load_data(tiny_config(models["tied"], *settings, *jumps))
+    assert len(data.gate) == 16
+    assert {p.id for p in data.gate} | {p.id for p in data.prompts.prompts} == {p.id for p in plain.prompts.prompts}
+    assert not {p.id for p in data.gate} & {p.id for p in (*data.prompts.prompts, *data.held_out)}
+    assert data.held_out == plain.held_out
+    assert load_data(tiny_config(models["tied"], *settings, *jumps)).gate == data.gate
+    unmeasured = load_data(tiny_config(models["tied"], *settings, *jumps, "grpo.next.preset=paper", *PAPER_FITS))
+    assert unmeasured.gate == []
+    with pytest.raises(ValueError, match=r"grpo\.next\.gate\.num_prompts: 32 of 4\d training prompts would be set"):
+        load_data(tiny_config(models["tied"], *settings, *jumps, "grpo.next.gate.num_prompts=32"))
