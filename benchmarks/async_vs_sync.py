@@ -10,14 +10,13 @@ grows (slope of a line through the second half of the run). Draws the accuracy o
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from runs import Run, Starter, last, markdown
+
 ASYNC = "grpo_async_tiny_cpu.yaml"
 OFF = ("grpo.async_grpo.enabled=false", "grpo.async_grpo.in_flight_weight_updates=false")
 # name: (configuration, overrides)
@@ -46,40 +45,24 @@ def main() -> int:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("overrides", nargs="*", help="further key=value of every run")
     arguments = parser.parse_args()
-    records = {}
-    for name in arguments.arms.split(","):
-        folder = arguments.out / name.replace(" ", "_")
-        if (found := complete(folder, arguments.steps)) is None:
-            run(name, folder, arguments.steps, arguments.overrides)
-            found = complete(folder, arguments.steps)
-        if found is None:
-            sys.stderr.write(f"{name} failed: see {folder.with_suffix('.log')}\n")
-            return 1
-        records[name] = found
+    runs = {name: the_run(name, arguments) for name in arguments.arms.split(",")}
+    # One at a time: what is compared is seconds.
+    if Starter().complete(list(runs.values())):
+        return 1
+    records = {name: run.records() or [] for name, run in runs.items()}
     sys.stdout.write(table(records))
     if arguments.figure is not None:
         draw(records, arguments.figure)
     return 0
 
 
-def complete(folder: Path, steps: int) -> list[dict] | None:
-    """Records of a run that reached its last step, else None."""
-    from lora_rl.track import read_metrics
-
-    path = folder / "metrics.jsonl"
-    records = read_metrics(path) if path.exists() else []
-    return records if records and records[-1]["step"] == steps else None
-
-
-def run(name: str, folder: Path, steps: int, overrides: Sequence[str]) -> None:
-    """One job, in a folder cleared of an incomplete earlier one."""
+def the_run(name: str, arguments: argparse.Namespace) -> Run:
+    """The job of an arm."""
     config, options = ARMS[name]
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "examples/run_grpo.py", "--config", f"examples/configs/{config}", *options]
-    command += [f"grpo.max_num_steps={steps}", f"logger.log_dir={folder.resolve()}", "logger.console=plain", *overrides]
-    with folder.with_suffix(".log").open("w") as log:
-        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False)
+    folder = arguments.out / name.replace(" ", "_")
+    return Run(
+        folder, arguments.steps, config, (*options, f"grpo.max_num_steps={arguments.steps}", *arguments.overrides)
+    )
 
 
 def step_seconds(records: Sequence[Mapping]) -> float:
@@ -110,14 +93,14 @@ def table(runs: Mapping[str, Sequence[Mapping]]) -> str:
         "mean age", "rank, engine, driver: MiB per step",
     ]  # fmt: skip
     base = step_seconds(next(iter(runs.values())))
-    lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join(["---"] * len(heads)) + " |"]
+    rows = []
     for name, records in runs.items():
         seconds = step_seconds(records)
         age, idle = mean(records, "rollout/age_mean"), mean(records, "rollout/engine_idle_share")
         growth = [slope(records, f"memory/training/{side}_gib") for side in ("ranks", "engines", "driver")]
-        cells = [
+        rows.append([
             name,
-            f"{next((r['val/accuracy'] for r in reversed(records) if 'val/accuracy' in r), float('nan')):.3f}",
+            f"{last(records, 'val/accuracy'):.3f}",
             f"{statistics.fmean(r['train/reward'] for r in records[-10:]):.3f}",
             f"{seconds:.2f}",
             f"{seconds / base:.2f}",
@@ -126,9 +109,8 @@ def table(runs: Mapping[str, Sequence[Mapping]]) -> str:
             "" if idle != idle else f"{idle:.0%}",
             "0" if age != age else f"{age:.2f}",
             ", ".join(f"{value:.2f}" for value in growth),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        ])  # fmt: skip
+    return markdown(heads, rows)
 
 
 def draw(runs: Mapping[str, Sequence[Mapping]], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 uv run benchmarks/methods.py [--methods grpo,dapo] [--steps 30] [--seeds 0,1,2] [--out results/methods]
 
-Runs are real jobs, one after the other, with the configuration that the page gives and the same number of completions
+Runs are real jobs, `--jobs` at a time, with the configuration that the page gives and the same number of completions
 per step. A run that is already complete in --out is not repeated, so an interrupted table is continued by the same
 command; `--table` only prints what there is. Prints a table in Markdown: mean and standard deviation over the seeds of
 the reward of the first five and the last five steps, and of the accuracy on the held-out pairs after the last step.
@@ -11,19 +11,13 @@ the reward of the first five and the last five steps, and of the accuracy on the
 from __future__ import annotations
 
 import argparse
-import fcntl
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "examples/configs"
+from runs import Run, Starter, last, markdown, spread
+
 CORRECTION = ("loss_fn.use_importance_sampling_correction=true",)
 # name: (configuration file, overrides)
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -71,100 +65,50 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/methods"))
     parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
     parser.add_argument("--skip-validation", action="store_true", help="leave the held-out accuracy out")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
     parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
     parser.add_argument("overrides", nargs="*", help="further key=value of every run")
     arguments = parser.parse_args()
     names, seeds = arguments.methods.split(","), [int(seed) for seed in arguments.seeds.split(",")]
     if unknown := [name for name in names if name not in METHODS]:
         parser.error(f"--methods: {', '.join(unknown)}; there are: {', '.join(METHODS)}")
-    # A SIGTERM ends the running job as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    failed = []
-    for name in names if not arguments.table else ():
-        for seed in seeds:
-            folder = run_folder(arguments.out, name, seed)
-            if records_of(folder, arguments.steps) is None and not run(name, seed, folder, arguments):
-                failed.append(folder)
-    sys.stdout.write(table(names, seeds, arguments.out, arguments.steps))
-    for folder in failed:
-        sys.stderr.write(f"failed: see {folder.with_suffix('.log')}\n")
+    runs = {name: [the_run(name, seed, arguments) for seed in seeds] for name in names}
+    # Seed by seed, so that what is interrupted has every method.
+    ordered = [runs[name][i] for i in range(len(seeds)) for name in names]
+    failed = [] if arguments.table else Starter(arguments.jobs, arguments.lock).complete(ordered)
+    sys.stdout.write(table(runs))
     return 1 if failed else 0
 
 
-def run_folder(out: Path, name: str, seed: int) -> Path:
-    """Where a run keeps its records."""
-    return out / f"{name}-{seed}"
-
-
-def records_of(folder: Path, steps: int) -> list[dict[str, Any]] | None:
-    """The records of a run that reached its last step, else None."""
-    from lora_rl.track import read_metrics
-
-    path = folder / "metrics.jsonl"
-    records = read_metrics(path) if path.exists() else []
-    return records if records and records[-1]["step"] == steps else None
-
-
-def run(name: str, seed: int, folder: Path, arguments: argparse.Namespace) -> bool:
-    """One job, in a folder cleared of an incomplete earlier one; whether it ended well."""
+def the_run(name: str, seed: int, arguments: argparse.Namespace) -> Run:
+    """A method with a seed."""
     config, overrides = METHODS[name]
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable, str(ROOT / "examples/run_grpo.py"), "--config", str(CONFIGS / config), *overrides,
-        f"grpo.max_num_steps={arguments.steps}", f"grpo.seed={seed}", "grpo.val_at_start=false",
+    options = [
+        f"grpo.max_num_steps={arguments.steps}",
+        f"grpo.seed={seed}",
+        "grpo.val_at_start=false",
         f"grpo.val_period={0 if arguments.skip_validation else arguments.steps}",
-        f"logger.log_dir={folder.resolve()}", "logger.console=plain", *arguments.overrides,
-    ]  # fmt: skip
-    sys.stderr.write(f"{folder.name} ...\n")
-    with locked(arguments.lock), folder.with_suffix(".log").open("w") as log:
-        job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            return job.wait() == 0
-        except BaseException:
-            # It ends its own processes; killed, it would leave them.
-            job.terminate()
-            job.wait()
-            raise
-
-
-@contextmanager
-def locked(path: Path | None) -> Iterator[None]:
-    """Hold an exclusive lock on the file, if there is one."""
-    if path is None:
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def table(names: Sequence[str], seeds: Sequence[int], out: Path, steps: int) -> str:
-    """What is complete, as Markdown."""
-    lines = [
-        f"| method | seeds | reward, steps 1-{WINDOW} | reward, last {WINDOW} steps | held-out accuracy |",
-        "| --- | --- | --- | --- | --- |",
     ]
-    for name in names:
-        runs = [r for seed in seeds if (r := records_of(run_folder(out, name, seed), steps))]
-        if not runs:
-            lines.append(f"| {name} | 0 |  |  |  |")
-            continue
-        rewards = [[record["train/reward"] for record in r if "train/reward" in record] for r in runs]
-        start = [statistics.fmean(values[:WINDOW]) for values in rewards]
-        end = [statistics.fmean(values[-WINDOW:]) for values in rewards]
-        accuracy = [r[-1]["val/accuracy"] for r in runs if "val/accuracy" in r[-1]]
-        lines.append(f"| {name} | {len(runs)} | {spread(start)} | {spread(end)} | {spread(accuracy)} |")
-    return "\n".join(lines) + "\n"
+    return Run(arguments.out / f"{name}-{seed}", arguments.steps, config, (*overrides, *options, *arguments.overrides))
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation over the seeds."""
-    if not values:
-        return ""
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
+def table(runs: dict[str, list[Run]]) -> str:
+    """What is complete, as Markdown."""
+    rows = []
+    for name, of_seeds in runs.items():
+        complete: list[Sequence[dict]] = [records for run in of_seeds if (records := run.records())]
+        rewards = [[record["train/reward"] for record in r if "train/reward" in record] for r in complete]
+        rows.append([
+            name,
+            str(len(complete)),
+            spread([statistics.fmean(values[:WINDOW]) for values in rewards]),
+            spread([statistics.fmean(values[-WINDOW:]) for values in rewards]),
+            spread([last(r, "val/accuracy") for r in complete if "val/accuracy" in r[-1]]),
+        ])  # fmt: skip
+    heads = [
+        "method", "seeds", f"reward, steps 1-{WINDOW}", f"reward, last {WINDOW} steps", "held-out accuracy",
+    ]  # fmt: skip
+    return markdown(heads, rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lora_rl.config import derive_layout, exit_on_config_error, parse_command_line
+from lora_rl.config import check_machine, derive_layout, exit_on_config_error, parse_command_line
 from lora_rl.config.errors import ConfigError, Violation
 
 
@@ -35,8 +35,9 @@ def main() -> int:
             problem = f"must be between 1 and grpo.val_num_generations = {samples}"
             raise ConfigError([Violation("--k", problem, wrong)], "the command line")
         if command.dry_run:
-            sys.stdout.write(command.dry_run_report())
+            sys.stdout.write(command.dry_run_report(plan=False))
             return 0
+        check_machine(config, layout, plan=False)
     from lora_rl.train.run import run_evaluation
 
     return run_evaluation(config, layout, adapter_path=options.adapter, ks=options.k, out=options.out)

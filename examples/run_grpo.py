@@ -5,7 +5,7 @@ uv run examples/run_grpo.py --config examples/configs/grpo_tiny_cpu.yaml [key.su
 
 import sys
 
-from lora_rl.config import derive_layout, exit_on_config_error, parse_command_line
+from lora_rl.config import check_machine, derive_layout, exit_on_config_error, parse_command_line
 
 
 def main() -> int:
@@ -16,6 +16,7 @@ def main() -> int:
         if command.dry_run:
             sys.stdout.write(command.dry_run_report())
             return 0
+        check_machine(command.config, layout)
     from lora_rl.train.run import run
 
     return run(command.config, layout)

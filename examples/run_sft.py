@@ -5,7 +5,7 @@ uv run examples/run_sft.py --config examples/configs/sft_tiny_cpu.yaml [key.sub=
 
 import sys
 
-from lora_rl.config import as_sft, derive_layout, exit_on_config_error, parse_command_line
+from lora_rl.config import as_sft, check_machine, derive_layout, exit_on_config_error, parse_command_line
 
 
 def main() -> int:
@@ -15,8 +15,9 @@ def main() -> int:
         config = as_sft(command.config)
         layout = derive_layout(config)
         if command.dry_run:
-            sys.stdout.write(command.dry_run_report())
+            sys.stdout.write(command.dry_run_report(plan=False))
             return 0
+        check_machine(config, layout, plan=False)
     from lora_rl.train.run import run
 
     return run(config, layout, "sft")

@@ -39,7 +39,6 @@ CAPABILITIES = (
     Capability(f"{_MEGATRON}.enabled", (True,), "any trainer but Megatron-Core"),
     Capability(f"{_MEGATRON}.context_parallel_size", (1,), "context parallelism"),
     Capability(f"{_MEGATRON}.expert_model_parallel_size", (1,), "expert parallelism"),
-    Capability(f"{_MEGATRON}.sequence_parallel", (False,), "sequence parallelism"),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
     Capability(f"{_GENERATION}.vllm_cfg.async_engine", (True,), "an engine that serves whole batches only"),
     Capability("grpo.next.write_back", ("adapter",), "merging a jump into the frozen weights"),

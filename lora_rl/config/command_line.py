@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from lora_rl.config.errors import NO_VALUE, ConfigError, Violation, show
+from lora_rl.config.hardware import missing, missing_violations, model_files
 from lora_rl.config.keys import REQUIRED, all_keys
-from lora_rl.config.layout import derive_layout
+from lora_rl.config.layout import Layout, derive_layout
 from lora_rl.config.load import load_config, resolved_yaml
+from lora_rl.config.memory_plan import memory_plan
 from lora_rl.config.schema import RunConfig
 
 EXIT_CODE = 2  # what argparse, and most tools, return for a wrong command line
@@ -49,9 +51,24 @@ class CommandLine:
     dry_run: bool
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
-    def dry_run_report(self) -> str:
-        """The resolved configuration and the processes it asks for. Raises ConfigError."""
-        return f"{resolved_yaml(self.config)}\n{derive_layout(self.config).describe()}\n"
+    def dry_run_report(self, *, plan: bool = True) -> str:
+        """The resolved configuration, the processes it asks for, the memory they need, and what this machine lacks.
+
+        Args:
+            plan: with the memory plan, which is that of GRPO.
+
+        Raises:
+            ConfigError: the ranks do not divide evenly.
+        """
+        layout = derive_layout(self.config)
+        lacks = missing(self.config, layout)
+        parts = [
+            layout.describe(),
+            *([memory_plan(self.config, layout).describe()] if plan else []),
+            model_files(self.config),
+            "missing on this machine:\n" + "\n".join(f"  {line}" for line in lacks) if lacks else "nothing is missing",
+        ]
+        return "\n".join([resolved_yaml(self.config), *parts, ""])
 
 
 def parse_command_line(
@@ -107,6 +124,23 @@ def exit_on_config_error() -> Iterator[None]:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_CODE) from None
+
+
+def check_machine(config: RunConfig, layout: Layout, *, plan: bool = True) -> None:
+    """Refuse a run that cannot begin on this machine; a dry run says the same and goes on.
+
+    Args:
+        plan: also look at the memory plan, which is that of GRPO.
+
+    Raises:
+        ConfigError: GPUs or packages are missing, or weights alone are larger than the memory they must be in.
+    """
+    violations = missing_violations(config, layout)
+    for holder, problem in memory_plan(config, layout).too_large() if plan else ():
+        advice = f"use more GPUs (tensor_model_parallel_size), or raise {holder.key}"
+        violations.append(Violation("policy.model_name", f"{problem}; {advice}", config.policy.model_name))
+    if violations:
+        raise ConfigError(violations)
 
 
 def list_keys() -> str:

@@ -1,11 +1,22 @@
-"""What the configuration needs to know of a local Hugging Face model, read from its config.json alone."""
+"""What the configuration needs to know of a Hugging Face model, read from its config.json alone.
+
+Of a hub id that is not on this machine, the sizes of well-known models are in `architectures/`: the part of their
+public config.json that is used here.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Source = Literal["folder", "cache", "description"]
+_DESCRIPTIONS = Path(__file__).parent / "architectures"
+# Whose queries, keys and values have biases whatever config.json says.
+_BIASED_QUERIES = ("qwen2",)
+_NORMED_QUERIES = ("qwen3", "qwen3_moe")
 
 
 class ModelFileError(ValueError):
@@ -14,8 +25,20 @@ class ModelFileError(ValueError):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a model; None where config.json does not state them under the usual name."""
+    """Sizes of a model; None where config.json does not state them under the usual name.
 
+    Attributes:
+        source: where they are from: the model's own folder, the hub's cache on this machine, or the description of a
+            well-known model that comes with this package.
+        head_dim: width of one attention head; hidden_size / num_heads where it is not stated.
+        qkv_bias: queries, keys and values have biases.
+        qk_norm: queries and keys are normalised, each head by itself.
+        num_experts: experts per layer; None for a dense model.
+        experts_per_token, expert_size: experts that a token goes through, and the inner width of one.
+    """
+
+    source: Source
+    model_type: str | None
     hidden_size: int | None
     intermediate_size: int | None
     num_layers: int | None
@@ -23,33 +46,58 @@ class ModelFacts:
     num_kv_heads: int | None
     max_positions: int | None
     tied_embeddings: bool | None
+    vocab_size: int | None
+    head_dim: int | None
+    qkv_bias: bool
+    qk_norm: bool
+    num_experts: int | None
+    experts_per_token: int | None
+    expert_size: int | None
 
     def module_names(self) -> list[str]:
         """Full Megatron names of all linears that can carry an adapter; empty if the depth is unknown."""
+        mlp = "mlp.experts" if self.num_experts else "mlp"
         return [
             f"decoder.layers.{layer}.{linear}"
             for layer in range(self.num_layers or 0)
             for linear in (
                 "self_attention.linear_qkv",
                 "self_attention.linear_proj",
-                "mlp.linear_fc1",
-                "mlp.linear_fc2",
+                f"{mlp}.linear_fc1",
+                f"{mlp}.linear_fc2",
             )
         ]
 
 
+def find_config(model_name: str) -> tuple[Path, Source] | None:
+    """The config.json of a model: in its folder, in the hub's cache, or the description of a well-known model."""
+    own = Path(model_name) / "config.json"
+    if own.is_file():
+        return own, "folder"
+    flat = model_name.replace("/", "--")
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    repository = Path(cache).expanduser() / f"models--{flat}"
+    if (ref := repository / "refs/main").is_file():
+        cached = repository / "snapshots" / ref.read_text(encoding="utf-8").strip() / "config.json"
+        if cached.is_file():
+            return cached, "cache"
+    description = _DESCRIPTIONS / f"{flat}.json"
+    return (description, "description") if description.is_file() else None
+
+
 def read_model_facts(model_name: str) -> ModelFacts | None:
-    """Facts about a local model.
+    """Facts about a model.
 
     Returns:
-        None if `model_name` is not a directory with a config.json, as a hub id is not.
+        None if no config.json of it is known here, see `find_config`.
 
     Raises:
         ModelFileError: config.json is not a JSON object, or a size in it is not a positive whole number.
     """
-    file = Path(model_name) / "config.json"
-    if not file.is_file():
+    found = find_config(model_name)
+    if found is None:
         return None
+    file, source = found
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -64,15 +112,24 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
             raise ModelFileError(f"{file}: {name} = {value!r} is not a positive whole number")
         return value
 
-    heads = size("num_attention_heads")
+    heads, hidden, kind = size("num_attention_heads"), size("hidden_size"), text_model.get("model_type")
     return ModelFacts(
-        hidden_size=size("hidden_size"),
+        source=source,
+        model_type=kind,
+        hidden_size=hidden,
         intermediate_size=size("intermediate_size"),
         num_layers=size("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads") or heads,
         max_positions=size("max_position_embeddings"),
         tied_embeddings=content.get("tie_word_embeddings", text_model.get("tie_word_embeddings")),
+        vocab_size=size("vocab_size"),
+        head_dim=size("head_dim") or (hidden // heads if hidden and heads else None),
+        qkv_bias=kind in _BIASED_QUERIES or bool(text_model.get("attention_bias")),
+        qk_norm=kind in _NORMED_QUERIES,
+        num_experts=size("num_experts") or size("num_local_experts"),
+        experts_per_token=size("num_experts_per_tok"),
+        expert_size=size("moe_intermediate_size"),
     )
 
 

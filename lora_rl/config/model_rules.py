@@ -12,11 +12,12 @@ from pathlib import Path
 
 from lora_rl.config.errors import Violation
 from lora_rl.config.model_files import ModelFacts
-from lora_rl.config.schema import RunConfig
+from lora_rl.config.schema import PeftConfig, RunConfig
 
 ModelRule = Callable[[RunConfig, ModelFacts | None], Iterator[Violation]]
 
 ADAPTABLE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+EXPERT_LINEARS = ("linear_fc1", "linear_fc2")
 OUTPUT_LAYER = ("output_layer", "lm_head")
 # Megatron fuses what Hugging Face keeps apart.
 MEGATRON_NAMES = {
@@ -52,13 +53,47 @@ def sizes_divide(config: RunConfig, facts: ModelFacts | None) -> Iterator[Violat
     checks = (
         (tp_key, megatron.tensor_model_parallel_size, "num_attention_heads", facts.num_heads),
         (tp_key, megatron.tensor_model_parallel_size, "num_key_value_heads", facts.num_kv_heads),
-        (tp_key, megatron.tensor_model_parallel_size, "intermediate_size", facts.intermediate_size),
+        (tp_key, megatron.tensor_model_parallel_size, *_inner_size(facts)),
         (pp_key, megatron.pipeline_model_parallel_size, "num_hidden_layers", facts.num_layers),
         (engine_key, vllm.tensor_parallel_size, "num_attention_heads", facts.num_heads),
     )
     for key, parts, name, size in checks:
         if size is not None and size % parts:
             yield Violation(key, f"must divide the model's {name} = {size}", parts)
+
+
+def _inner_size(facts: ModelFacts) -> tuple[str, int | None]:
+    """Name and value of the inner width of an MLP, or of an expert."""
+    if facts.num_experts:
+        return "moe_intermediate_size", facts.expert_size
+    return "intermediate_size", facts.intermediate_size
+
+
+def experts_are_supported(config: RunConfig, facts: ModelFacts | None) -> Iterator[Violation]:
+    """What a mixture of experts needs, and cannot do."""
+    if facts is None or not facts.num_experts:
+        return
+    megatron, peft = config.policy.megatron_cfg, config.policy.megatron_cfg.peft
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        problem = "Megatron trains a mixture of experts over tensor-parallel ranks only with it; set it to true"
+        yield Violation("policy.megatron_cfg.sequence_parallel", problem, False)
+    on_experts = [name for name in EXPERT_LINEARS if adapted_layers(facts, peft)[name]]
+    if on_experts:
+        problem = (
+            f"{' and '.join(on_experts)} of this model are in its experts, and adapters there are not available: "
+            f"with Transformer Engine all experts of a rank would share one; use [linear_qkv, linear_proj]"
+        )
+        yield Violation(_TARGETS, problem, peft.target_modules)
+
+
+def adapted_layers(facts: ModelFacts, peft: PeftConfig) -> dict[str, int]:
+    """How many layers have an adapter on each linear."""
+    counts = dict.fromkeys(ADAPTABLE, 0)
+    targets, excluded = peft.target_modules, peft.exclude_modules
+    for module in facts.module_names():
+        if any(matches(t, module) for t in targets) or (not targets and not any(matches(e, module) for e in excluded)):
+            counts[module.rpartition(".")[2]] += 1
+    return counts
 
 
 def positions_suffice(config: RunConfig, facts: ModelFacts | None) -> Iterator[Violation]:
@@ -117,7 +152,7 @@ def _check_target(key: str, target: str, facts: ModelFacts | None) -> Iterator[V
         yield Violation(key, expected, target, near)
     elif target != name and facts is not None and facts.num_layers:
         modules = facts.module_names()
-        if any(_matches(target, module) for module in modules):
+        if any(matches(target, module) for module in modules):
             return
         problem = (
             f"matches no module; the model has layers 0 to {facts.num_layers - 1}, and modules such as "
@@ -126,9 +161,14 @@ def _check_target(key: str, target: str, facts: ModelFacts | None) -> Iterator[V
         yield Violation(key, problem, target)
 
 
-def _matches(pattern: str, module: str) -> bool:
-    """Only `*` is special, and stands for any text."""
-    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), module) is not None
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module: its last part, or with wildcards all of it.
+
+    Only `*` is special, and stands for any text.
+    """
+    if "*" in pattern:
+        return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), module) is not None
+    return module == pattern or module.endswith(f".{pattern}")
 
 
 def _missing_model(name: str) -> tuple[str, tuple[str, ...]]:
@@ -153,6 +193,7 @@ def _missing_model(name: str) -> tuple[str, tuple[str, ...]]:
 MODEL_RULES: tuple[ModelRule, ...] = (
     model_exists,
     sizes_divide,
+    experts_are_supported,
     positions_suffice,
     targets_are_real,
     exclusions_are_real,

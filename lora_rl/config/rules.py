@@ -13,6 +13,7 @@ from lora_rl.config.layout import layout_violations, platform_of
 from lora_rl.config.next_rules import NEXT_RULES
 from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
+from lora_rl.config.svd_rules import SVD_RULES
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The largest of vLLM's `MaxLoRARanks`.
@@ -233,12 +234,14 @@ def learning_rate_schedule(config: RunConfig) -> Iterator[Violation]:
     if decay is not None and decay <= warmup:
         problem = f"must be more than {prefix}.lr_warmup_iters = {warmup}; null takes the whole run"
         yield Violation(f"{prefix}.lr_decay_iters", problem, decay)
+    svd = config.policy.megatron_cfg.peft.svd
+    peak_key = "policy.megatron_cfg.peft.svd.sigma_lr" if svd.enabled else "policy.megatron_cfg.optimizer.lr"
+    peak = svd.sigma_lr if svd.enabled else optimizer.lr
     for key in (f"{prefix}.lr_warmup_init", "policy.megatron_cfg.optimizer.min_lr"):
         section = scheduler if key.endswith("init") else optimizer
         value = getattr(section, key.rpartition(".")[2])
-        if value > optimizer.lr:
-            problem = f"must not be more than policy.megatron_cfg.optimizer.lr = {optimizer.lr}"
-            yield Violation(key, problem, value)
+        if value > peak:
+            yield Violation(key, f"must not be more than {peak_key} = {peak}", value)
 
 
 def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
@@ -293,6 +296,17 @@ def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
         yield Violation("checkpointing.checkpoint_must_save_by", problem, text)
 
 
+def sequence_parallel_fits(config: RunConfig) -> Iterator[Violation]:
+    """Sequences are split over tensor-parallel ranks, and norms on parts of them are frozen."""
+    megatron, key = config.policy.megatron_cfg, "policy.megatron_cfg.sequence_parallel"
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        problem = "has no effect with policy.megatron_cfg.tensor_model_parallel_size = 1; set it to false"
+        yield Violation(key, problem, True)
+    if megatron.sequence_parallel and config.sft.train_all_weights:
+        problem = "sft.train_all_weights trains norms, which sequence parallelism leaves out; set it to false"
+        yield Violation(key, problem, True)
+
+
 def adapter_rank_divides(config: RunConfig) -> Iterator[Violation]:
     """Tensor parallelism shards the rank dimension of column-parallel adapters."""
     dim, tp = config.policy.megatron_cfg.peft.dim, config.policy.megatron_cfg.tensor_model_parallel_size
@@ -334,9 +348,11 @@ RULES: tuple[Rule, ...] = (
     target_needs_validation,
     early_stop_needs_validation,
     adapter_rank_divides,
+    sequence_parallel_fits,
     chat_template_exists,
     *DATA_RULES,
     *REWARD_RULES,
     *ALGORITHM_RULES,
     *NEXT_RULES,
+    *SVD_RULES,
 )

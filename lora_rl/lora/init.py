@@ -18,15 +18,12 @@ A_INITS = ("xavier", "kaiming", "normal", "uniform")
 B_INITS = ("zero", "normal", "xavier", "kaiming", "uniform")
 
 
-def full_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, int]:
-    """Shape of the unsharded matrix that a tensor-parallel parameter is a slice of."""
-    rows, columns = parameter.shape
+def full_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, ...]:
+    """Shape of the unsharded tensor that a tensor-parallel parameter is a slice of."""
+    shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        if parameter.partition_dim == 0:
-            rows *= tp_size
-        else:
-            columns *= tp_size
-    return rows, columns
+        shape[parameter.partition_dim] *= tp_size
+    return tuple(shape)
 
 
 def local_slice(full: torch.Tensor, parameter: torch.nn.Parameter, tp_rank: int, *, gated: bool) -> torch.Tensor:
@@ -45,7 +42,7 @@ def local_slice(full: torch.Tensor, parameter: torch.nn.Parameter, tp_rank: int,
     return full.narrow(dim, tp_rank * size, size)
 
 
-def draw(name: str, shape: tuple[int, int], method: str, seed: int) -> torch.Tensor:
+def draw(name: str, shape: tuple[int, ...], method: str, seed: int) -> torch.Tensor:
     """The full starting matrix of one adapter factor.
 
     Args:

@@ -81,8 +81,11 @@ class PolicyActor:
         self.rank = PolicyRank(self._config, self._platform)
         if start is not None:
             from lora_rl.policy.export import import_peft
+            from lora_rl.policy.spectral import decompose_adapters
 
             import_peft(self.rank.model, start)
+            if megatron.peft.svd.enabled:
+                decompose_adapters(self.rank.model, megatron.peft.svd.mode)
             self.rank.freeze_reference()
         return self.rank.describe()
 
@@ -121,7 +124,8 @@ class PolicyActor:
         from lora_rl.policy.export import import_peft
         from lora_rl.policy.state import load_state
 
-        import_peft(self.rank.model, adapter)
+        if not state.svd:
+            import_peft(self.rank.model, adapter)
         load_state(self.rank, state, with_random=with_random)
 
     # -- extrapolation -----------------------------------------------------------------------------------------
@@ -162,23 +166,9 @@ class PolicyActor:
 
     def open_transfer(self) -> Transfer | None:
         """Allocate the buffer for pushes; see `WeightSender.open`."""
-        from functools import partial
+        from lora_rl.policy.senders import make_sender
 
-        import torch
-
-        from lora_rl.policy.export import adapters, base_weights
-        from lora_rl.sync.sender import WeightSender
-
-        sync = self._config.policy.generation.weight_sync
-        self._sender = WeightSender(
-            mode=sync.mode,
-            base=partial(base_weights, self.rank.model),
-            adapters=partial(adapters, self.rank.model),
-            is_sender=self._rank == 0,
-            dtype=getattr(torch, self._config.engine_precision),
-            rounding=sync.rounding,
-            seed=self._config.grpo.seed,
-        )
+        self._sender = make_sender(self._config, self.rank.model, is_sender=self._rank == 0)
         return self._sender.open()
 
     def save_adapter(self, path: str, base_model: str) -> bool:
@@ -243,9 +233,9 @@ class PolicyActor:
         """Remove the buffer's file name: every engine worker has mapped it."""
         self._sender.close_name()
 
-    def payload(self) -> Any:
-        """The bytes of the last push, uint8, for an engine on another host."""
-        return self._sender.payload()
+    def payload(self, *, changed: bool = False) -> Any:
+        """The bytes of the last push, uint8, for an engine on another host; see `WeightSender.payload`."""
+        return self._sender.payload(changed=changed)
 
     def send(self, version: int, *, must_differ: bool) -> Any:
         """See `WeightSender.send`."""

@@ -13,6 +13,7 @@ import torch
 from lora_rl.lora.init import full_shape, local_slice
 from lora_rl.lora.merge import AdapterTensors
 from lora_rl.lora.peft_io import PeftAdapter
+from lora_rl.lora.svd import as_plain_lora
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.policy.model import PolicyModel
 
@@ -43,7 +44,8 @@ def base_weights(model: PolicyModel, *, cpu: bool = True) -> Iterator[tuple[str,
 def adapters(model: PolicyModel) -> dict[str, AdapterTensors]:
     """Copies of the adapters as they are now, whole, by Hugging Face module name. Collective.
 
-    The parts of a fused Megatron linear (query, key, value; gate, up) share their A.
+    The parts of a fused Megatron linear (query, key, value; gate, up) share their A. An SVD-LoRA adapter becomes the
+    plain one that computes the same: A = V^T, B = U C.
 
     Returns:
         float32 on the CPU.
@@ -51,6 +53,13 @@ def adapters(model: PolicyModel) -> dict[str, AdapterTensors]:
     Raises:
         RuntimeError: the bridge exported something that is not a pair of LoRA matrices.
     """
+    with as_plain_lora(adapter_modules(model.module).values()):
+        return raw_adapters(model)
+
+
+@torch.no_grad()
+def raw_adapters(model: PolicyModel) -> dict[str, AdapterTensors]:
+    """The same of what `linear_in` and `linear_out` hold: V^T and U where the adapters are SVD-LoRA. Collective."""
     factors: dict[str, dict[str, torch.Tensor]] = {}
     # By address; the original is kept, so that its address is not given to another tensor.
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -117,13 +126,13 @@ def import_peft(model: PolicyModel, adapter: PeftAdapter) -> None:
     registry = model.bridge._model_bridge.mapping_registry()
     loaded = []
     for name, module in adapter_modules(model.module).items():
-        parts = _parts(registry, name)
+        parts = hf_parts(registry, name)
         used |= set(parts)
         try:
             loaded.append((name, module, _fused(model, name, module, parts, adapter.tensors)))
         except ValueError as error:
             problems.append(str(error))
-    everyone = _from_all_stages((used, problems))
+    everyone = from_all_stages((used, problems))
     used = set().union(*(part for part, _ in everyone))
     problems = [problem for _, found in everyone for problem in found]
     for unknown in sorted(adapter.tensors.keys() - used):
@@ -168,7 +177,7 @@ def _fused(
             f"policy.megatron_cfg.peft.dim: {dim} is too small for the adapter: {', '.join(given)} "
             f"need{'s' if len(given) == 1 else ' together'} rank {needed}"
         )
-    a = _whole_a(module)
+    a = whole_a(module)
     b = torch.zeros(outputs, dim)
     start = 0
     for part, t in given.items():
@@ -197,7 +206,7 @@ def _rows(model: PolicyModel, name: str, parts: list[str], outputs: int) -> list
     raise ValueError(f"no rule to split {name} into {', '.join(parts)}")
 
 
-def _parts(registry: Any, name: str) -> list[str]:
+def hf_parts(registry: Any, name: str) -> list[str]:
     """Hugging Face modules that one Megatron linear stands for."""
     mapping = registry.megatron_to_hf_lookup(f"{name}.weight")
     if mapping is None:
@@ -206,7 +215,7 @@ def _parts(registry: Any, name: str) -> list[str]:
     return [n.removesuffix(".weight") for n in names]
 
 
-def _whole_a(module: torch.nn.Module) -> torch.Tensor:
+def whole_a(module: torch.nn.Module) -> torch.Tensor:
     """A [dim, in] of one adapter, put together from its tensor-parallel shards, as a copy. Collective."""
     weight = module.linear_in.weight
     size = _tp()[1]
@@ -221,7 +230,8 @@ def _whole_a(module: torch.nn.Module) -> torch.Tensor:
     return torch.cat(shards, dim=weight.partition_dim).float()
 
 
-def _from_all_stages(value: Any) -> list[Any]:
+def from_all_stages(value: Any) -> list[Any]:
+    """A value of each pipeline stage, on every one of them. Collective."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group()

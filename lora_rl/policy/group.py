@@ -76,24 +76,27 @@ class PolicyGroup:
     ) -> dict[str, float]:
         """One optimizer step per minibatch of rows of `batch`; metrics over all of them.
 
-        With a single minibatch the old logprobs are the current ones, and one forward pass does everything. With
-        several they are computed before the first update, and so are reference logprobs when the KL needs them.
+        The old logprobs of the first minibatch are the current ones, and one forward pass does everything. Those of the
+        others are computed before the first update, and so are reference logprobs when the KL needs them.
 
         Args:
             old_logprobs: float32 [B, T] of the policy as it is now, where they are known already.
         """
-        old = None
-        if len(minibatches) > 1:
-            old = self.logprobs(batch) if old_logprobs is None else old_logprobs
+        later = [row for rows in minibatches[1:] for row in rows]
+        if later and old_logprobs is None:
+            values = self.logprobs(batch.minibatch(later))
+            old_logprobs = np.zeros(batch.token_ids.shape, dtype=np.float32)
+            old_logprobs[later, : values.shape[1]] = values
         reference = self.logprobs(batch, reference=True) if self.config.loss_fn.kl_in_loss else None
         parts: list[dict[str, MetricSum]] = []
         norms, rates, tokens, sequences, microbatches = [], [], 0, 0, 0
-        for rows in minibatches:
+        for number, rows in enumerate(minibatches):
+            old = old_logprobs if number > 0 else None
             step = batch.minibatch(rows)
             shards, cuts = self._cut(step)
             calls = self._call_all(
                 "train_step",
-                lambda dp, step=step, shards=shards, cuts=cuts, rows=rows: (
+                lambda dp, step=step, shards=shards, cuts=cuts, rows=rows, old=old: (
                     (step.take(shards[dp]), cuts[dp]),
                     {
                         "old_logprobs": _rows(old, rows, shards[dp]),
@@ -173,9 +176,9 @@ class PolicyGroup:
         timeout = self.config.cluster.startup_timeout_s
         wait([self.workers[0].call("close_transfer_name")], timeout_s=timeout, doing="start-up: opening the transfer")
 
-    def payload(self) -> Any:
-        """A Ray reference to the bytes of the last push, for engines on other hosts."""
-        return self.workers[0].call("payload").ref
+    def payload(self, *, changed: bool = False) -> Any:
+        """A Ray reference to the bytes of the last push, for engines on other hosts; see `WeightSender.payload`."""
+        return self.workers[0].call("payload", changed=changed).ref
 
     def send(self, version: int, *, must_differ: bool) -> Push:
         """Write the weights of `version` where the engines read them."""

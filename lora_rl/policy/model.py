@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 from lora_rl.lora.init import initialise_adapters
+from lora_rl.lora.svd import install_spectrum
 from lora_rl.lora.targets import adapter_modules, global_name, layer_numbers, select_targets
 from lora_rl.policy.platform import Platform
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
 
+# In the name of every parameter of an SVD-LoRA adapter that is trained.
+THETA = ".adapter.activation.theta"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -114,6 +117,9 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         "variable_seq_lengths": True,
         # The default dispatcher refuses variable lengths, also in models without experts.
         "moe_token_dispatcher_type": "alltoall",
+        # The gradient of a balancing loss would reach the adapters through the routers' inputs; routers are frozen.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
         "seq_length": policy.max_total_sequence_length,
         "make_vocab_size_divisible_by": 1 if platform.name == "cpu" else 128,
     }
@@ -155,6 +161,10 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
                 tp_rank=parallel_state.get_tensor_model_parallel_rank(),
                 tp_size=megatron.tensor_model_parallel_size,
             )
+            if peft.svd.enabled:
+                for adapter in adapter_modules(chunk).values():
+                    relative = peft.svd.parameterization == "relative"
+                    install_spectrum(adapter, peft.svd.mode, relative=relative)
         if megatron.activation_checkpointing:
             from megatron.bridge.peft.recompute import maybe_enable_recompute_inputs_grad
 
@@ -175,10 +185,11 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         mixed_precision_wrapper=None,
     )
     model = PolicyModel(chunks=chunks, bridge=bridge, lora=lora, vocab_size=provider.vocab_size)
-    trained = ".adapter." if peft.enabled else ""
+    trained, what = (".adapter.", "exactly the adapters") if peft.enabled else ("", "all weights")
+    if peft.enabled and peft.svd.enabled:
+        trained, what = THETA, "exactly the singular values"
     wrong = [n for n, p in model.module.named_parameters() if p.requires_grad != (trained in n)]
     if wrong:
-        what = "exactly the adapters" if peft.enabled else "all weights"
         raise RuntimeError(f"{what} must be trainable, but these parameters are not as they should: {wrong}")
     return model
 

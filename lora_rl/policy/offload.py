@@ -10,12 +10,18 @@ import torch
 class FrozenWeights:
     """The frozen parameters of a policy, which Megatron's DDP buffers do not hold and so nobody else moves.
 
-    Adapters, their gradients and optimizer state are small and stay.
+    Adapters, their gradients and optimizer state are small and stay: they are exported and saved at any time. That
+    includes singular vectors, which SVD-LoRA does not train.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         # Tied weights are one parameter.
-        unique = {id(p): p for chunk in chunks for p in chunk.parameters() if not p.requires_grad}
+        unique = {
+            id(p): p
+            for chunk in chunks
+            for name, p in chunk.named_parameters()
+            if not p.requires_grad and ".adapter." not in name
+        }
         self._parameters = list(unique.values())
         self._host: list[torch.Tensor] | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lora_rl.lora.init import full_shape, local_slice
+from lora_rl.lora.svd import spectrum_of
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.policy.trainer import PolicyRank
 
@@ -19,16 +20,19 @@ class PolicyState:
     """The training state of a whole policy.
 
     Attributes:
-        moments: float32 whole matrices by `<global linear>.<linear_in|linear_out>.<name of the moment>`.
+        moments: float32 whole matrices by `<global linear>.<linear_in|linear_out|theta>.<name of the moment>`.
         counters: `step`, the number of optimizer steps, and `scheduler`, its schedule's position.
         flags: `gradients_checked`.
         random: uint8 states of random generators by `rank_<n>.<generator>`; they fit only the same layout.
+        svd: of SVD-LoRA adapters, float32 whole tensors by `<global linear>.<linear_in|linear_out|sigma_ref|mixing|
+            theta>`: V^T, U and the spectrum. Decomposed anew, vectors of close singular values could come out turned.
     """
 
     moments: dict[str, torch.Tensor]
     counters: dict[str, float]
     flags: dict[str, bool] = field(default_factory=dict)
     random: dict[str, torch.Tensor] = field(default_factory=dict)
+    svd: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def gather_state(rank: PolicyRank) -> PolicyState | None:
@@ -37,28 +41,26 @@ def gather_state(rank: PolicyRank) -> PolicyState | None:
     Returns:
         The state on rank 0, None on the others.
     """
-    mine: dict[str, Any] = {"moments": {}, "random": _random_state(), "counters": _counters(rank)}
+    mine: dict[str, Any] = {"moments": {}, "svd": {}, "random": _random_state(), "counters": _counters(rank)}
     if rank.dp_rank == 0:
         for name, parameter, gated, state in _parameters(rank):
-            split = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
             for moment, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    mine["moments"][f"{name}.{moment}"] = (value.detach().float().cpu().clone(), split, gated)
+                    mine["moments"][f"{name}.{moment}"] = (_copy(value), _split(parameter), gated)
+        for name, tensor, gated in _spectral(rank):
+            mine["svd"][name] = (_copy(tensor), _split(tensor), gated)
     everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else None  # type: ignore[assignment]
     dist.gather_object(mine, everyone, dst=0)
     if dist.get_rank() != 0:
         return None
-    shards: dict[str, list[tuple[torch.Tensor, int | None, bool]]] = {}
-    for part in everyone:
-        for key, shard in part["moments"].items():
-            shards.setdefault(key, []).append(shard)
     # A stage without adapters has no optimizer; every other one counts the same.
     counters = max((part["counters"] for part in everyone), key=len)
     return PolicyState(
-        moments={key: whole(shards[key]) for key in sorted(shards)},
+        moments=_whole_tensors([part["moments"] for part in everyone]),
         counters={**counters, "scheduler": float(rank.scheduler.num_steps)},
         flags={"gradients_checked": rank._gradients_checked},
         random={f"rank_{n}.{k}": v for n, part in enumerate(everyone) for k, v in part["random"].items()},
+        svd=_whole_tensors([part["svd"] for part in everyone]),
     )
 
 
@@ -70,6 +72,8 @@ def load_state(rank: PolicyRank, state: PolicyState, *, with_random: bool) -> No
 
     Raises:
         ValueError: the state has other adapters, shapes or random generators than this policy, naming them.
+
+    SVD-LoRA adapters come from the state as a whole; plain ones are imported apart from it.
     """
     used, problems = set(), []
     tp_rank, tp_size = (
@@ -89,6 +93,8 @@ def load_state(rank: PolicyRank, state: PolicyState, *, with_random: bool) -> No
                 continue
             used.add(key)
             loaded.append((parameter, key.rpartition(".")[2], local_slice(tensor, parameter, tp_rank, gated=gated)))
+    spectral = list(_spectral(rank))
+    problems += [f"no singular vectors or values {name}" for name, _, _ in spectral if name not in state.svd]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (used, problems))
     unused = sorted(state.moments.keys() - set().union(*(part for part, _ in everyone)))
@@ -96,6 +102,9 @@ def load_state(rank: PolicyRank, state: PolicyState, *, with_random: bool) -> No
     problems += [f"{key} belongs to no adapter" for key in unused]
     if problems:
         raise ValueError(f"the saved training state is of another policy: {'; '.join(problems[:8])}")
+    with torch.no_grad():
+        for name, tensor, gated in spectral:
+            tensor.copy_(local_slice(state.svd[name], tensor, tp_rank, gated=gated))
     for parameter, moment, value in loaded:
         state_of(rank, parameter)[moment] = value.to(parameter.device).clone()
     _set_counters(rank, state.counters)
@@ -111,10 +120,33 @@ def _parameters(rank: PolicyRank) -> Iterator[tuple[str, torch.nn.Parameter, boo
     """(global name, parameter, gated, optimizer state) of every trainable parameter of this rank."""
     module = rank.model.module
     for name, adapter in adapter_modules(module).items():
+        if (spectrum := spectrum_of(adapter)) is not None:
+            yield f"{name}.theta", spectrum.theta, False, state_of(rank, spectrum.theta, create=False)
+            continue
         for factor in ("linear_in", "linear_out"):
             parameter = getattr(adapter, factor).weight
             gated = factor == "linear_out" and name.endswith("linear_fc1") and module.config.gated_linear_unit
             yield f"{name}.{factor}", parameter, gated, state_of(rank, parameter, create=False)
+
+
+def _spectral(rank: PolicyRank) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(global name, tensor, gated) of all that SVD-LoRA adapters of this rank consist of."""
+    module = rank.model.module
+    for name, adapter in adapter_modules(module).items():
+        if (spectrum := spectrum_of(adapter)) is not None:
+            gated = name.endswith("linear_fc1") and module.config.gated_linear_unit
+            yield f"{name}.linear_in", adapter.linear_in.weight, False
+            yield f"{name}.linear_out", adapter.linear_out.weight, gated
+            for part in ("sigma_ref", "mixing", "theta"):
+                yield f"{name}.{part}", getattr(spectrum, part), False
+
+
+def _split(tensor: torch.Tensor) -> int | None:
+    return tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float().cpu().clone()
 
 
 def _torch_optimizers(rank: PolicyRank) -> list[torch.optim.Optimizer]:
@@ -154,6 +186,17 @@ def _set_counters(rank: PolicyRank, counters: Mapping[str, float]) -> None:
                 continue
             for parameter in group["params"]:
                 inner.state[parameter]["step"] = torch.tensor(counters["step"], dtype=torch.float32)
+
+
+def _whole_tensors(
+    parts: Sequence[Mapping[str, tuple[torch.Tensor, int | None, bool]]],
+) -> dict[str, torch.Tensor]:
+    """Whole tensors from what the ranks hold of them, in the ranks' order."""
+    shards: dict[str, list[tuple[torch.Tensor, int | None, bool]]] = {}
+    for part in parts:
+        for key, shard in part.items():
+            shards.setdefault(key, []).append(shard)
+    return {key: whole(shards[key]) for key in sorted(shards)}
 
 
 def whole(shards: list[tuple[torch.Tensor, int | None, bool]]) -> torch.Tensor:

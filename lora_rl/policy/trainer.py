@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from lora_rl.algorithm import LossSettings, MetricSum, Normaliser, as_floats, merge, policy_loss
+from lora_rl.lora.svd import spectrum_of
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.policy.logprobs import vocab_parallel_logprobs
-from lora_rl.policy.model import PolicyModel, build_policy_model
+from lora_rl.policy.model import THETA, PolicyModel, build_policy_model
 from lora_rl.policy.platform import Platform
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class PolicyRank:
         """Build the model and its optimizer. The process group must be up (`initialise_parallel`)."""
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -77,6 +78,9 @@ class PolicyRank:
         self.temperature = config.policy.generation.temperature
         self.loss_settings = loss_settings(config)
         self._forward_backward = get_forward_backward_func()
+        megatron = config.policy.megatron_cfg
+        # With sequence parallelism each tensor-parallel rank has an equal share of the positions.
+        self._positions_multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         self._parallel = parallel_state
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.dp_rank = parallel_state.get_data_parallel_rank()
@@ -85,10 +89,12 @@ class PolicyRank:
         self.reports_metrics = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
 
         settings, schedule = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+        svd = config.policy.megatron_cfg.peft.svd
+        peak = svd.sigma_lr if svd.enabled else settings.lr
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer=settings.optimizer,
-                lr=settings.lr,
+                lr=peak,
                 min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.adam_beta1,
@@ -102,13 +108,15 @@ class PolicyRank:
                 use_distributed_optimizer=False,
             ),
             self.model.chunks,
+            # Singular values are a parameter group of their own, without decay.
+            config_overrides={ParamKey(name=f"*{THETA}"): {"wd_mult": 0.0}} if svd.enabled else None,
         )
         # A finite decay length is needed even for a constant rate, and it must exceed the warm-up.
         decay_steps = max(config.lr_decay_iters, schedule.lr_warmup_iters + 1)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=schedule.lr_warmup_init,
-            max_lr=settings.lr,
+            max_lr=peak,
             min_lr=settings.min_lr,
             lr_warmup_steps=schedule.lr_warmup_iters,
             lr_decay_steps=decay_steps,
@@ -123,6 +131,7 @@ class PolicyRank:
         model_config.grad_scale_func = None
         model_config.timers = None
         self._gradients_checked = False
+        self._svd = svd.enabled
         self.freeze_reference()
 
     # -- what the loop calls -----------------------------------------------------------------------------------
@@ -247,7 +256,7 @@ class PolicyRank:
         for result in results:
             values = result["logprobs"].float().cpu().numpy()
             for row, line in zip(result["rows"], values, strict=False):
-                out[row, : len(line)] = line
+                out[row, : len(line)] = line[: out.shape[1]]
         return out
 
     @torch.no_grad()
@@ -255,11 +264,15 @@ class PolicyRank:
         """Make the policy as it is now the reference; called whenever the run's starting point is set.
 
         With B = 0, or `loss_fn.reference_policy: base`, the reference is the model with its adapters switched off and
-        takes no memory. Otherwise the adapters are copied.
+        takes no memory. Otherwise the adapters are copied. Those of SVD-LoRA hold their reference themselves: it is
+        theta = 0.
         """
         adapters = adapter_modules(self.model.module).values()
         wanted = self.config.loss_fn.reference_policy == "start" and self.config.loss_fn.reference_policy_kl_penalty > 0
-        if wanted and any(bool(a.linear_out.weight.count_nonzero()) for a in adapters):
+        spectra = [s for s in map(spectrum_of, adapters) if s is not None]
+        if wanted and spectra:
+            self._reference = [(s.theta, torch.zeros_like(s.theta)) for s in spectra]
+        elif wanted and any(bool(a.linear_out.weight.count_nonzero()) for a in adapters):
             self._reference = [(p, p.detach().clone()) for a in adapters for p in a.parameters()]
         else:
             self._reference = None
@@ -285,12 +298,20 @@ class PolicyRank:
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
     def describe(self) -> dict[str, Any]:
-        """Sizes for the log: parameters on this rank, trainable ones, adapters."""
+        """Sizes for the log: parameters on this rank, trainable ones, adapters.
+
+        What every tensor-parallel rank holds alike counts on the first one as trainable. `directions` are the trainable
+        numbers of SVD-LoRA that the starting adapter gives an effect.
+        """
         module = self.model.module
+        first = self._parallel.get_tensor_model_parallel_rank() == 0
+        own = [p for p in module.parameters() if first or getattr(p, "tensor_model_parallel", False)]
+        spectra = [s for s in map(spectrum_of, adapter_modules(module).values()) if s is not None]
         return {
             "parameters": sum(p.numel() for p in module.parameters()),
-            "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
+            "trainable": sum(p.numel() for p in own if p.requires_grad),
             "adapters": len(adapter_modules(module)),
+            **({"directions": sum(s.directions for s in spectra) if first else 0} if self._svd else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -320,15 +341,18 @@ class PolicyRank:
 
     def _microbatch(self, shard: TrainBatch, rows: Sequence[int]) -> Microbatch:
         if not rows:
-            # Two padding tokens with an empty mask: the smallest forward pass that keeps the ranks in step.
-            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.platform.device)
+            # Padding tokens with an empty mask: the smallest forward pass that keeps the ranks in step.
+            width = max(2, self._positions_multiple)
+            tokens = torch.zeros(1, width, dtype=torch.int64, device=self.platform.device)
             none = torch.zeros_like(tokens, dtype=torch.bool)
             return Microbatch([], tokens, none, none.nonzero())
         part = shard.take(rows)
-        time = np.arange(part.token_ids.shape[1])
+        width = -(-part.token_ids.shape[1] // self._positions_multiple) * self._positions_multiple
+        token_ids = _pad_right(part.token_ids, width)
+        time = np.arange(token_ids.shape[1])
         mask = (time >= part.prompt_lengths[:, None]) & (time < part.lengths[:, None])
         mask_tensor = torch.from_numpy(mask).to(self.platform.device)
-        tokens = torch.from_numpy(np.ascontiguousarray(part.token_ids)).to(self.platform.device)
+        tokens = torch.from_numpy(np.ascontiguousarray(token_ids)).to(self.platform.device)
         return Microbatch(list(rows), tokens, mask_tensor, mask_tensor.nonzero())
 
     def _logprobs(
@@ -352,7 +376,7 @@ class PolicyRank:
             return None
         if not rows:
             return torch.zeros(1, width, device=self.platform.device)
-        return torch.from_numpy(np.ascontiguousarray(values[rows, :width])).to(self.platform.device)
+        return torch.from_numpy(np.ascontiguousarray(_pad_right(values[rows, :width], width))).to(self.platform.device)
 
     def _vector_to_device(self, values: np.ndarray, rows: list[int]) -> torch.Tensor:
         return torch.from_numpy(values[rows] if rows else np.zeros(1, np.float32)).to(self.platform.device)
@@ -362,13 +386,18 @@ class PolicyRank:
         dead = [
             name
             for name, adapter in adapter_modules(self.model.module).items()
-            if not any(bool(p.main_grad.count_nonzero()) for p in adapter.parameters())
+            if not any(bool(p.main_grad.count_nonzero()) for p in adapter.parameters() if p.requires_grad)
         ]
         if dead:
             raise AdapterGradientError(
                 f"{len(dead)} of {len(adapter_modules(self.model.module))} adapters received no gradient in the first "
                 f"update, so they would never train: {', '.join(sorted(dead)[:8])}"
             )
+
+
+def _pad_right(values: np.ndarray, width: int) -> np.ndarray:
+    """[B, T] with zeros behind, up to [B, width]."""
+    return np.pad(values, ((0, 0), (0, max(0, width - values.shape[1]))))
 
 
 def loss_settings(config: RunConfig) -> LossSettings:

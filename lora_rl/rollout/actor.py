@@ -126,7 +126,8 @@ class EngineActor:
 
         def load(engine: Any) -> Any:
             if payload is not None:
-                self._relay.bytes.numpy()[:] = payload
+                # It may be only the front, where the rest is still there from an earlier push.
+                self._relay.bytes.numpy()[: len(payload)] = payload
             return engine.load_push(manifest)
 
         return await self._call("load_push", load)

@@ -192,6 +192,8 @@ class Engine:
             detokenize=bool(sampling.stop_strings),
             skip_special_tokens=False,
             output_kind=RequestOutputKind.DELTA if tracked else RequestOutputKind.FINAL_ONLY,
+            # vLLM need not copy deeply what is this request's own: that took 8 % of the time of short generations.
+            skip_clone=True,
         )
         self._start(name, request.prompt_ids, params)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 SyncMode = Literal["merged", "adapter_merge", "adapter"]
 LORA_A, LORA_B = ".lora_A", ".lora_B"
+# Of an SVD-LoRA adapter: B is then U, and the B to merge is U times the core that these describe.
+LORA_SIGMA, LORA_MIXING = ".lora_sigma", ".lora_mixing"
+_SUFFIXES = (LORA_A, LORA_B, LORA_SIGMA, LORA_MIXING)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Manifest:
 
     Attributes:
         version: weight version.
-        entries: the tensors: full Hugging Face weights in mode `merged`, `<module>.lora_A` and `.lora_B` otherwise.
+        entries: the tensors: full Hugging Face weights in mode `merged`, `<module>.lora_A` and `.lora_B` otherwise,
+            with `.lora_sigma` (and `.lora_mixing`) where sigma travels apart from the singular vectors.
         mode: `merged`, `adapter_merge` or `adapter`.
         scales: alpha / r of each adapted module; empty in mode `merged`.
         rounding: how a receiver that merges casts to its weight type, `nearest` or `stochastic`.
@@ -194,11 +198,21 @@ def pair_adapters(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, floa
     """
     from lora_rl.lora.merge import AdapterTensors
 
-    modules = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors}
+    modules = {name.removesuffix(next((s for s in _SUFFIXES if name.endswith(s)), "")) for name in tensors}
     for module in sorted(modules | scales.keys()):
         if module + LORA_A not in tensors or module + LORA_B not in tensors or module not in scales:
             raise SyncError(f"the adapter of {module} is incomplete: A, B and its scale must all be in the push")
     return {
-        module: AdapterTensors(tensors[module + LORA_A], tensors[module + LORA_B], scales[module])
+        module: AdapterTensors(tensors[module + LORA_A], _whole_b(tensors, module), scales[module])
         for module in sorted(modules)
     }
+
+
+def _whole_b(tensors: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+    """B of an adapter, computed where it came as singular vectors and sigma."""
+    b, sigma = tensors[module + LORA_B], tensors.get(module + LORA_SIGMA)
+    if sigma is None:
+        return b
+    from lora_rl.lora.svd import times_core
+
+    return times_core(b, sigma, tensors.get(module + LORA_MIXING))

@@ -57,6 +57,7 @@ class WeightSender:
     seed: int = 0
     _buffer: SharedBuffer | None = field(default=None, init=False, repr=False)
     _last: Manifest | None = field(default=None, init=False, repr=False)
+    _pushes: int = field(default=0, init=False, repr=False)
 
     def open(self) -> Transfer | None:
         """Allocate the buffer for this model's size. Collective.
@@ -71,15 +72,20 @@ class WeightSender:
         if not self.is_sender:
             return None
         self._buffer = SharedBuffer.create(size)
-        return Transfer(str(self._buffer.path), len(self._buffer.bytes), tuple(names))
+        return self._transfer(names)
 
     def close_name(self) -> None:
         """Remove the buffer's file name once every engine worker has mapped it."""
         if self._buffer is not None:
             self._buffer.unlink()
 
-    def payload(self) -> np.ndarray:
-        """The buffer's bytes, uint8, shared and not copied: read before the next push."""
+    def payload(self, *, changed: bool = False) -> np.ndarray:
+        """The buffer's bytes, uint8, shared and not copied: read before the next push.
+
+        Args:
+            changed: for a reader that has the payload of the push before the last one: the front of the buffer up to
+                where the last push may have changed it. Here that is all of it.
+        """
         if self._buffer is None:
             raise RuntimeError("there is no payload before open")
         return self._buffer.bytes.numpy()
@@ -118,17 +124,25 @@ class WeightSender:
         scales = {} if merging else {name: adapter.scale for name, adapter in adapters.items()}
         manifest = Manifest(version, entries, self.mode, scales, self.rounding, self.seed)
         check_changed(manifest, self._last, must_differ=must_differ)
-        known = set() if self._last is None else set(self._last.entries)
-        sent = {entry.offset: entry.nbytes for entry in entries if entry not in known}
-        self._last = manifest
-        return Push(manifest, sum(parts, Fidelity.zero()) if merging else None, sum(sent.values()))
+        return self._sent(manifest, sum(parts, Fidelity.zero()) if merging else None)
 
-    def _write_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[TensorEntry]:
-        """Exhaust the tensors on every rank, and write them on the sending one.
+    def _transfer(self, names: Iterable[str]) -> Transfer:
+        assert self._buffer is not None
+        return Transfer(str(self._buffer.path), len(self._buffer.bytes), tuple(names))
+
+    def _sent(self, manifest: Manifest, fidelity: Fidelity | None) -> Push:
+        known = set() if self._last is None else set(self._last.entries)
+        sent = {entry.offset: entry.nbytes for entry in manifest.entries if entry not in known}
+        self._last = manifest
+        self._pushes += 1
+        return Push(manifest, fidelity, sum(sent.values()))
+
+    def _write_all(self, tensors: Iterable[tuple[str, torch.Tensor]], start: int = 0) -> Iterator[TensorEntry]:
+        """Exhaust the tensors on every rank, and write them on the sending one, from offset `start` on.
 
         Parts of a fused linear share their A: the same tensor given again is not written again.
         """
-        offset = 0
+        offset = start
         written: dict[int, tuple[torch.Tensor, TensorEntry]] = {}
         for name, tensor in tensors:
             if not self.is_sender:

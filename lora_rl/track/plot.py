@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lora_rl.track import names
 from lora_rl.track.recorder import series
+from lora_rl.track.smoothing import moving_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,15 +87,6 @@ def learning_curve_many(runs: Mapping[str, Sequence[Mapping]], path: Path | str,
             panel.set(title=heading, ylabel=unit)
         handles, _ = panels[0].get_legend_handles_labels()
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
-
-
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each place, of fewer at the beginning; NaN is left out."""
-    means = []
-    for end in range(1, len(values) + 1):
-        finite = [value for value in values[max(end - window, 0) : end] if math.isfinite(value)]
-        means.append(math.fsum(finite) / len(finite) if finite else math.nan)
-    return means
 
 
 def median_curve(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], list[float]]:

@@ -6,6 +6,7 @@
                      adapter/               the adapter, as Hugging Face PEFT
                      start/                 the adapter the run started from, if it did
                      optimizer.safetensors  moments, whole matrices
+                     svd.safetensors        singular vectors and values, with SVD-LoRA
                      random.safetensors     random generators of each rank
                      next.safetensors       snapshots of the trajectory, where it is extrapolated
     <folder>/latest                         name of the newest complete checkpoint
@@ -50,7 +51,7 @@ class Checkpoint:
         weight_version: of the last push.
         payload_digest: `Manifest.digest` of that push, which the first push after a resume must reproduce.
         adapter: the adapters.
-        moments, counters, flags, random: see `lora_rl.policy.state.PolicyState`.
+        moments, counters, flags, random, svd: see `lora_rl.policy.state.PolicyState`.
         cursor: `PromptSource.state_dict`.
         identity: what must be the same when a run continues: base model, adapter settings, data.
         layout: ranks it was taken on, {"tp", "pp", "dp"}.
@@ -77,6 +78,7 @@ class Checkpoint:
     score: float | None = None
     start: PeftAdapter | None = None
     extrapolation: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
+    svd: dict[str, torch.Tensor] = field(default_factory=dict)
     path: Path | None = field(default=None, compare=False)
 
 
@@ -226,6 +228,7 @@ def load(path: Path) -> Checkpoint:
         random=load_file(path / "random.safetensors"),
         start=read_peft(path / "start") if (path / "start").is_dir() else None,
         extrapolation=(extrapolated, load_file(path / NEXT)) if extrapolated is not None else None,
+        svd=load_file(path / "svd.safetensors") if (path / "svd.safetensors").is_file() else {},
         config=(path / "config.yaml").read_text(),
         metrics=(path / "metrics.jsonl").read_bytes(),
         path=path,
@@ -259,6 +262,8 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
     save_file(checkpoint.random, folder / "random.safetensors")
     if checkpoint.extrapolation is not None:
         save_file(checkpoint.extrapolation[1], folder / NEXT)
+    if checkpoint.svd:
+        save_file(checkpoint.svd, folder / "svd.safetensors")
     (folder / "config.yaml").write_text(checkpoint.config)
     (folder / "metrics.jsonl").write_bytes(checkpoint.metrics)
     files = sorted(p for p in folder.rglob("*") if p.is_file())

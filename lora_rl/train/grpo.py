@@ -20,6 +20,7 @@ from lora_rl.train.learning_signal import LearningSignal, learning_signal
 from lora_rl.train.resume import Stop, is_save_step, take
 from lora_rl.train.rollout_log import FILE_NAME as ROLLOUTS
 from lora_rl.train.rollout_log import RolloutLog
+from lora_rl.train.validation_log import ValidationLog, open_validation_log
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -82,7 +83,8 @@ def run_grpo(
         try:
             done = resume.step if resume else None
             log = RolloutLog(run_dir / ROLLOUTS if config.logger.log_rollouts else None, done)
-            more = {"rollout_log": log, "extrapolation": extrapolation}
+            more = {"rollout_log": log, "validation_log": open_validation_log(config, run_dir, done)}
+            more["extrapolation"] = extrapolation
             train(job, config, console, recorder, timer, stop=stop, save=save, done=done, **more)
         except KeyboardInterrupt:
             # Whatever was trained so far is the user's; a rank in mid-step saves after it.
@@ -120,13 +122,14 @@ def train(
     done: int | None = None,
     rollout_log: RolloutLog | None = None,
     extrapolation: Extrapolation | None = None,
+    validation_log: ValidationLog | None = None,
 ) -> None:
     """The training loop over a started job.
 
     Args:
         save: writes a checkpoint after a step, given its record and the state of the prompts' order.
         done: steps of an earlier start that this one continues; None: a new run.
-        rollout_log: where completions are written; None: nowhere.
+        rollout_log, validation_log: where completions are written; None: nowhere.
         extrapolation: jumps ahead between steps; None: never.
 
     Raises:
@@ -135,9 +138,10 @@ def train(
     from lora_rl.rollout.types import build_train_batch
     from lora_rl.train.weights import check_drift, parity_tolerance
 
+    validation_log = validation_log or ValidationLog()
     console.state.total_steps = last_step = number_of_steps(config, len(job.prompts.prompts))
     if done is None:
-        before, samples = validate(job, config, timer) if config.grpo.val_at_start else ({}, [])
+        before, samples = validate(job, config, timer, validation_log, 0) if config.grpo.val_at_start else ({}, [])
         console.step(recorder.log(0, job.facts, before, timer.end_step()), samples)
 
     if done and is_stale(console.state.history[names.ACCURACY], config.grpo.early_stop_patience):
@@ -172,7 +176,7 @@ def train(
             jumped = extrapolation.after_step(step, rollouts, kept, trained, source) if extrapolation else {}
             validated, held_out_samples = {}, []
             if is_validation_step(step, last_step, config):
-                validated, held_out_samples = validate(job, config, timer)
+                validated, held_out_samples = validate(job, config, timer, validation_log, step)
             if not kept:
                 console.warn(f"{signal.reason}: nothing to learn from, the optimizer step was skipped")
             record = recorder.log(
@@ -304,7 +308,9 @@ def is_probe_step(step: int, config: RunConfig) -> bool:
     return period > 0 and step % period == 0
 
 
-def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, float], list[Sample]]:
+def validate(
+    job: Job, config: RunConfig, timer: PhaseTimer, log: ValidationLog, step: int
+) -> tuple[dict[str, float], list[Sample]]:
     """Accuracy on held-out prompts; the same prompts and seeds every time, so that runs of a job are comparable."""
     from lora_rl.rollout.source import validation_groups, validation_sampling
 
@@ -322,6 +328,7 @@ def validate(job: Job, config: RunConfig, timer: PhaseTimer) -> tuple[dict[str, 
             left_out += len(refused)
     if not rollouts:
         raise ValueError(f"none of the {left_out} validation prompts can be generated from: {refused[0][1]}")
+    log.write(step, rollouts)
     metrics = {
         "val/accuracy": sum(r.is_right for r in rollouts) / len(rollouts),
         "val/reward": sum(r.reward for r in rollouts) / len(rollouts),

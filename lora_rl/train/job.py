@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,21 +287,28 @@ def start_adapter(config: RunConfig) -> PeftAdapter | None:
     """The adapter of `policy.megatron_cfg.peft.adapter_path`.
 
     Raises:
-        ValueError: it has something that is not supported.
+        ValueError: it has something that is not supported, or nothing that SVD-LoRA could start from.
     """
     path = config.policy.megatron_cfg.peft.adapter_path
     if path is None:
         return None
     from lora_rl.lora.peft_io import read_peft
 
-    return read_peft(Path(path))
+    adapter = read_peft(Path(path))
+    svd = config.policy.megatron_cfg.peft.svd
+    if svd.enabled and not any(bool(t.b.count_nonzero()) for t in adapter.tensors.values()):
+        raise ValueError(
+            f"policy.megatron_cfg.peft.svd needs a trained adapter, but every B in {path} is 0; train it first, with "
+            "run_sft.py for example"
+        )
+    return adapter
 
 
 def restore_policy(resume: Checkpoint, policy: PolicyGroup, layout: Layout) -> None:
     """Give the ranks the adapters and the training state of a checkpoint."""
     from lora_rl.policy.state import PolicyState
 
-    state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random)
+    state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random, resume.svd)
     same = resume.layout == {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
     policy.load_state(resume.adapter, state, same_layout=same)
 
@@ -315,7 +322,7 @@ def build_processes(
         adapter: what the run starts from.
 
     Returns:
-        `parameters` and `trainable`, summed over one model replica.
+        `parameters` and `trainable`, and with SVD-LoRA `directions`, summed over one model replica.
     """
     timeout = config.cluster.startup_timeout_s
     engine_task = console.startup("vLLM engines" if len(engines) > 1 else "vLLM engine") if engines else None
@@ -357,4 +364,20 @@ def build_processes(
     replicas = len(ranks) // (
         config.policy.megatron_cfg.tensor_model_parallel_size * config.policy.megatron_cfg.pipeline_model_parallel_size
     )
-    return {key: sum(d[key] for d in described) / replicas for key in ("parameters", "trainable")}
+    return model_sizes(described, replicas, console.warn)
+
+
+def model_sizes(described: Sequence[Mapping[str, int]], replicas: int, warn: Callable[[str], None]) -> dict[str, float]:
+    """What the ranks say of their parts of the model (`PolicyRank.describe`), summed over one replica.
+
+    Args:
+        warn: told of singular values that SVD-LoRA cannot train.
+    """
+    keys = [key for key in ("parameters", "trainable", "directions") if key in described[0]]
+    sizes = {key: sum(d[key] for d in described) / replicas for key in keys}
+    if sizes.get("directions", sizes["trainable"]) < sizes["trainable"]:
+        warn(
+            f"the starting adapter has only {sizes['directions']:.0f} of the {sizes['trainable']:.0f} singular values "
+            "of its rank; the others are 0 and stay so. A smaller policy.megatron_cfg.peft.dim leaves them out"
+        )
+    return sizes

@@ -15,6 +15,7 @@ from lora_rl.train.checkpoint import Checkpoint, CheckpointError, CheckpointStor
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
+    from lora_rl.config.schema import PeftConfig
     from lora_rl.data import PromptSource
     from lora_rl.train.extrapolation_state import SavedExtrapolation
     from lora_rl.train.job import Job
@@ -114,11 +115,19 @@ def identity(config: RunConfig, prompts: PromptSource, job: str = "grpo") -> dic
     return {
         "job": job,
         "base_model": file_hashes(Path(config.policy.model_name)),
-        "adapter": peft.model_dump(mode="json", exclude={"adapter_path"}),
+        "adapter": _adapter_settings(peft),
         "start_adapter": {} if peft.adapter_path is None else file_hashes(Path(peft.adapter_path)),
         "optimizer": config.policy.megatron_cfg.optimizer.optimizer,
         "data": {key: cursor[key] for key in ("prompts", "seed", "shuffle")},
     }
+
+
+def _adapter_settings(peft: PeftConfig) -> dict[str, Any]:
+    settings = peft.model_dump(mode="json", exclude={"adapter_path", "svd"})
+    if peft.svd.enabled:
+        # How fast it is trained, and how it travels, may change.
+        settings["svd"] = peft.svd.model_dump(mode="json", include={"enabled", "mode", "parameterization"})
+    return settings
 
 
 def check_fits(checkpoint: Checkpoint, current: dict[str, Any]) -> None:
@@ -178,6 +187,7 @@ def take(
         counters=state.counters,
         flags=state.flags,
         random=state.random,
+        svd=state.svd,
         cursor=cursor,
         identity=job.identity,
         layout={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lora_rl.rollout.types import Rollout
@@ -24,11 +24,8 @@ class RolloutLog:
 
     def __init__(self, path: Path | None, done: int | None = None) -> None:
         self._path = path
-        if path is not None and path.exists():
-            kept = [line for line in _whole_lines(path) if done is not None and json.loads(line)["step"] <= done]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(b"".join(kept))
-            os.replace(temporary, path)
+        if path is not None:
+            drop_later_steps(path, done)
 
     def write(self, step: int, rollouts: Sequence[Rollout], advantages: Mapping[tuple[int, int], float]) -> None:
         """Append one step.
@@ -38,9 +35,23 @@ class RolloutLog:
         """
         if self._path is None:
             return
-        lines = (_line(step, r, advantages.get((r.group_id, r.sample_index))) for r in rollouts)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+        append_lines(self._path, (_line(step, r, advantages.get((r.group_id, r.sample_index))) for r in rollouts))
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append objects to a file of one JSON object a line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def drop_later_steps(path: Path, done: int | None) -> None:
+    """Keep of such a file, if it is there, the lines of `step` up to `done`, none when that is None."""
+    if not path.exists():
+        return
+    kept = [line for line in _whole_lines(path) if done is not None and json.loads(line)["step"] <= done]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(b"".join(kept))
+    os.replace(temporary, path)
 
 
 def _whole_lines(path: Path) -> list[bytes]:
@@ -48,9 +59,9 @@ def _whole_lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _line(step: int, rollout: Rollout, advantage: float | None) -> str:
+def _line(step: int, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     completion = rollout.completion
-    line = {
+    return {
         "step": step,
         "group": rollout.group_id,
         "sample": rollout.sample_index,
@@ -64,4 +75,3 @@ def _line(step: int, rollout: Rollout, advantage: float | None) -> str:
         # [weight version, tokens] of each stretch.
         "versions": [list(span) for span in completion.spans],
     }
-    return json.dumps(line, ensure_ascii=False) + "\n"

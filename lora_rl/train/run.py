@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import resolved_yaml
+from lora_rl.config.memory_plan import memory_plan
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, TensorBoardSink, learning_curve, read_metrics
 from lora_rl.track.recorder import FILE_NAME
+from lora_rl.track.report import REPORT_NAME
 from lora_rl.train.checkpoint import Checkpoint, CheckpointError
 from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
 from lora_rl.train.job import load_data
+from lora_rl.train.reporting import reporting
 from lora_rl.train.resume import Stop, check_fits, checkpoint_folder, identity, open_store, seconds
 from lora_rl.train.sft import MODEL_FOLDER, load_examples, run_sft
 
@@ -53,6 +56,8 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     warnings: list[str] = []
     timer = PhaseTimer()
+    if kind == "grpo":
+        warnings.extend(memory_plan(config, layout).warnings())
     with timer("startup"):
         # Before anything is written or started: what is wrong with the data is then all there is to see.
         data = load(config, warnings.append)
@@ -72,6 +77,7 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
         "metrics": run_dir / FILE_NAME,
         "adapter": run_dir / ADAPTER_FOLDER,
         "model": run_dir / MODEL_FOLDER,
+        "report": run_dir / REPORT_NAME,
         "curve": run_dir / "learning_curve.png",
         "config": run_dir / "config.yaml",
         "logs": run_dir / "logs",
@@ -99,6 +105,7 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
         RunRecorder(run_dir, sinks=sinks, resume_step=resume_step, warn=console.warn) as recorder,
         stop,
         console,
+        reporting(run_dir, kind, console) as outcome,
     ):
         console.info(f"run folder {run_dir}")
         for warning in warnings:
@@ -123,8 +130,10 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
             )
         except KeyboardInterrupt:
             code = INTERRUPTED
+            outcome.interrupted()
         except FAILURES as error:
             code, failure = FAILED, f"{type(error).__name__}: {error}"
+            outcome.failed(failure)
         records = read_metrics(recorder.path)
         try:
             if any("train/reward" in record for record in records):

@@ -13,7 +13,7 @@ from lora_rl.policy.group import PolicyGroup
 from lora_rl.rollout.pool import EnginePool
 from lora_rl.rollout.types import batch_of_sequences
 from lora_rl.sync.errors import SyncError
-from lora_rl.sync.manifest import Manifest
+from lora_rl.sync.manifest import LORA_SIGMA, Manifest
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -73,7 +73,7 @@ class WeightSync:
             if self._streamed:
                 reports = self._engines.confirm(push.manifest)
             else:
-                payload = self._policy.payload() if self._engines.needs_payload else None
+                payload = self._policy.payload(changed=True) if self._engines.needs_payload else None
                 reports = self._engines.load(push.manifest, payload)
         self.version = push.manifest.version
         self.payload = self._describe(push.manifest)
@@ -94,7 +94,8 @@ class WeightSync:
     def _describe(self, manifest: Manifest) -> str:
         """The digest of a push, with what it depends on besides the weights."""
         types = sorted({entry.dtype for entry in manifest.entries})
-        return f"{manifest.mode} {manifest.rounding} {','.join(types)} {manifest.digest}"
+        mode = manifest.mode + ("+sigma" if any(e.name.endswith(LORA_SIGMA) for e in manifest.entries) else "")
+        return f"{mode} {manifest.rounding} {','.join(types)} {manifest.digest}"
 
     def _check_expected(self) -> None:
         expected, self._expected = self._expected, None

@@ -5,7 +5,14 @@ from lora_rl.config.schema.data import AdditionConfig, DataConfig, ReasoningGymC
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
 from lora_rl.config.schema.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, LossConfig, RewardShapingConfig
 from lora_rl.config.schema.next import NextConfig, NextGateConfig, NextPredictorConfig, NextWatchConfig
-from lora_rl.config.schema.policy import MegatronConfig, OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
+from lora_rl.config.schema.policy import (
+    MegatronConfig,
+    OptimizerConfig,
+    PeftConfig,
+    PolicyConfig,
+    SchedulerConfig,
+    SvdConfig,
+)
 from lora_rl.config.schema.reward import RewardConfig, VerifierConfig
 from lora_rl.config.schema.run import (
     CheckpointingConfig,
@@ -41,6 +48,7 @@ __all__ = [
     "SFTConfig",
     "SchedulerConfig",
     "Section",
+    "SvdConfig",
     "VerifierConfig",
     "VllmConfig",
     "WeightSyncConfig",

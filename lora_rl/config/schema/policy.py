@@ -22,6 +22,29 @@ class DynamicBatchingConfig(Section):
     train_mb_tokens: PositiveInt = Field(8192, description="Tokens per microbatch and rank, padding included.")
 
 
+class SvdConfig(Section):
+    """`policy.megatron_cfg.peft.svd`: train only the singular values of the adapter in peft.adapter_path."""
+
+    enabled: bool = Field(False, description="Freeze the adapter's singular vectors, train its singular values.")
+    mode: Literal["product", "factors", "core"] = Field(
+        "product",
+        description="What is trained per linear: product, the dim singular values of B A; factors, those of B and "
+        "of A; core, a dim x dim matrix between the singular vectors of B A.",
+    )
+    parameterization: Literal["absolute", "relative"] = Field(
+        "absolute",
+        description="absolute: a step adds to a singular value; relative: to its ratio to the starting value.",
+    )
+    sigma_lr: PositiveFloat = Field(
+        1e-2, description="Peak learning rate of the singular values, in place of policy.megatron_cfg.optimizer.lr."
+    )
+    sigma_only_sync: bool = Field(
+        True,
+        description="In weight-sync modes adapter_merge and adapter, send the singular vectors once and then only the "
+        "trained numbers.",
+    )
+
+
 class PeftConfig(Section):
     """`policy.megatron_cfg.peft`: the LoRA adapters."""
 
@@ -48,6 +71,7 @@ class PeftConfig(Section):
     lora_dtype: Literal["float32"] = Field(
         "float32", description="Type of A and B; small updates would round away in bfloat16."
     )
+    svd: SvdConfig = Field(default_factory=SvdConfig)
 
 
 class OptimizerConfig(Section):

@@ -39,6 +39,9 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     monitor_gpus: bool = Field(False, description="Log GPU utilisation and memory.")
     log_rollouts: bool = Field(False, description="Write every completion of a training step to rollouts.jsonl.")
+    log_val_samples: bool = Field(
+        True, description="Write every completion of a validation to val_samples.jsonl, which report.html shows."
+    )
     num_val_samples_to_print: NonNegativeInt = Field(4, description="Completions shown after each validation.")
     sample_table_period: NonNegativeInt = Field(
         10, description="Steps between tables of training completions; 0: never."
@@ -72,6 +75,9 @@ class ClusterConfig(Section):
         None,
         description="GPUs used per node, on the CPU Megatron ranks per node; null: all GPUs of this machine, "
         "on the CPU tp x pp.",
+    )
+    gpu_memory_gib: PositiveFloat | None = Field(
+        None, description="Memory of one GPU in GiB, for the memory plan; null: what nvidia-smi says on this machine."
     )
     num_nodes: PositiveInt = Field(1, description="Nodes used, those of the engines included.")
     address: str | None = Field(

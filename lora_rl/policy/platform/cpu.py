@@ -9,6 +9,7 @@ caller asked for `cpu` on a machine with a GPU the patches apply to this process
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.abc
 import importlib.machinery
@@ -50,6 +51,9 @@ _PROVIDER_OVERRIDES = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
+    # Experts one by one: the grouped product and the fused permutation are kernels of Transformer Engine.
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
 }
 
 _prepared: Platform | None = None
@@ -82,6 +86,7 @@ def prepare(num_threads: int = 1) -> Platform:
     with _transformer_engine_placeholder():
         import megatron.bridge  # noqa: F401 - imported here so that the patches surround it
     _patch_megatron_core()
+    _allow_norms_of_split_sequences()
     _patch_megatron_bridge()
     _prepared = Platform(
         name="cpu",
@@ -172,6 +177,10 @@ class _NoStream:
 
     def wait_event(self, event: Any) -> None: ...
 
+    def record_event(self, event: Any = None) -> _NoStream:
+        """An event of it, which is waited for as the stream is."""
+        return self
+
     def synchronize(self) -> None: ...
 
 
@@ -237,6 +246,24 @@ def _transformer_engine_placeholder() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+
+
+def _allow_norms_of_split_sequences() -> None:
+    """Under sequence parallelism Megatron refuses torch's norms, whose weights' gradients it could not sum over ranks.
+
+    Ours are frozen and have none. (Training all weights under sequence parallelism is refused by a rule.)
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.sequence_parallel:
+            config = copy.copy(config)
+            config.sequence_parallel = False
+        return original(cls, config, *args, **kwargs)
+
+    WrappedTorchNorm.__new__ = new
 
 
 def _patch_megatron_core() -> None:

@@ -11,11 +11,16 @@ from lora_rl.config.capabilities import CAPABILITIES
 from lora_rl.config.errors import show
 from lora_rl.config.keys import all_keys
 from lora_rl.config.model_rules import MODEL_RULES
-from lora_rl.config.rules import RULES
+from lora_rl.config.rules import PEFT_FILES, RULES
 from tests.unit.config.sample_files import write_model
 
 LOSS = "loss_fn"
 PEFT = "policy.megatron_cfg.peft"
+SVD = f"{PEFT}.svd"
+SVD_ON = f"{SVD}.enabled=true"
+# In the current folder; the rules read no more of it than its files' names.
+ADAPTER = "sft-adapter"
+MOE = "policy.model_name=Qwen/Qwen3-30B-A3B-Base"
 TARGETS = f"{PEFT}.target_modules"
 MEGATRON = "policy.megatron_cfg"
 SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -482,9 +487,49 @@ CASES = [
         [JUMPS, "grpo.async_grpo.enabled=true", f"{COLOCATED}.enabled=false", CORRECTION],
         f"{NEXT}.enabled",
         "not available while generating asynchronously",
+    # SVD-LoRA
+    ([SVD_ON], f"{PEFT}.adapter_path", "trains the singular values of a trained adapter; give its PEFT", None),
+    ([f"{SVD}.mode=core"], f"{SVD}.mode", "has no effect while policy.megatron_cfg.peft.svd.enabled", "product"),
+    ([f"{SVD}.sigma_lr=1"], f"{SVD}.sigma_lr", "set that to true, or leave this at 0.01", 0.01),
+    ([f"{SVD}.sigma_only_sync=false"], f"{SVD}.sigma_only_sync", "leave this at true", "true"),
+    ([f"{SVD}.parameterization=relative"], f"{SVD}.parameterization", "has no effect while", "absolute"),
+    (
+        [SVD_ON, f"{PEFT}.adapter_path={ADAPTER}", f"{SVD}.mode=core", f"{SVD}.parameterization=relative"],
+        f"{SVD}.parameterization",
+        "a ratio to 0 never moves; use absolute",
+        "absolute",
+    ),
+    (
+        [SVD_ON, f"{PEFT}.adapter_path={ADAPTER}", f"{MEGATRON}.optimizer.weight_decay=0.1"],
+        f"{MEGATRON}.optimizer.weight_decay",
+        "are not decayed; set it to 0",
+        0,
+    ),
+    (
+        [SVD_ON, f"{PEFT}.adapter_path={ADAPTER}", f"{SCHEDULER}.lr_warmup_init=0.1"],
+        f"{SCHEDULER}.lr_warmup_init",
+        "must not be more than policy.megatron_cfg.peft.svd.sigma_lr = 0.01",
+        0.01,
+    ),
+    ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel", "has no effect with", "false"),
+    (
+        [
+            f"{MEGATRON}.sequence_parallel=true",
+            f"{MEGATRON}.tensor_model_parallel_size=2",
+            "sft.train_all_weights=true",
+        ],
+        f"{MEGATRON}.sequence_parallel",
+        "trains norms, which sequence parallelism leaves out",
         "false",
     ),
     # rules that read the model
+    ([MOE, f"{TARGETS}=[linear_fc1]"], TARGETS, "linear_fc1 of this model are in its experts", "[linear_qkv]"),
+    (
+        [MOE, f"{TARGETS}=[linear_qkv]", f"{MEGATRON}.tensor_model_parallel_size=2"],
+        f"{MEGATRON}.sequence_parallel",
+        "a mixture of experts over tensor-parallel ranks only with it; set it to true",
+        None,
+    ),
     (
         ["policy.megatron_cfg.tensor_model_parallel_size=4"],
         "policy.megatron_cfg.tensor_model_parallel_size",
@@ -529,6 +574,14 @@ CASES = [
         "[linear_fc2]",
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def folder_with_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ADAPTER).mkdir()
+    for name in PEFT_FILES:
+        (tmp_path / ADAPTER / name).touch()
 
 
 @pytest.mark.parametrize(("overrides", "key", "message", "remedy"), CASES, ids=lambda value: str(value)[:60])

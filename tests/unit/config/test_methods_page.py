@@ -101,7 +101,10 @@ def test_every_small_grpo_configuration_is_on_the_page_and_differs_from_the_base
         assert config.logger.log_dir == f"results/{file.removesuffix('.yaml')}"
 
 
-def test_every_method_of_the_benchmark_loads_and_is_on_the_page(model_dir: Path) -> None:
+def test_every_method_of_the_benchmark_loads_and_is_on_the_page(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     methods = runpy.run_path(str(ROOT / "benchmarks/methods.py"))["METHODS"]
     on_page = {row.file_and_overrides[0] for row in ROWS}
     named = {override for row in ROWS for override in row.file_and_overrides[1]}

@@ -9,7 +9,8 @@ import pytest
 from synthetic_run import run_records
 
 from lora_rl.track import learning_curve, learning_curve_many
-from lora_rl.track.plot import median_curve, moving_mean
+from lora_rl.track.plot import median_curve
+from lora_rl.track.smoothing import moving_mean
 
 
 def pixels(path: Path) -> np.ndarray:

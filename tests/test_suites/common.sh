@@ -1,0 +1,25 @@
+# Shared by the scripts of recipes, which are named as the recipe they run. Source it, then:
+#   run_recipe [key=value ...]   runs the recipe with these overrides in a folder of its own
+#   check "expression" ...       checks what the run recorded, see tests/functional/check_metrics.py
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+name=$(basename "$0" .sh)
+recipe=$(find examples/configs/recipes -name "$name.yaml")
+# A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
+work=$(mktemp -d -p /tmp)
+trap 'rm -rf "$work"' EXIT
+
+run_recipe() {
+  if ! RAY_TMPDIR="$work" uv run --no-sync examples/run_grpo.py --config "$recipe" logger.console=plain \
+    "logger.log_dir=$work/run" "$@" >"$work/output" 2>&1; then
+    tail -n 40 "$work/output"
+    echo "FAIL   $name ended with an error"
+    exit 1
+  fi
+  grep -E "^(start-up|step )" "$work/output" || true
+  echo "PASS   $name ended by itself"
+}
+
+check() {
+  uv run --no-sync tests/functional/check_metrics.py "$work/run/metrics.jsonl" "$@"
+}

@@ -1,0 +1,41 @@
+"""Sequence parallelism does not change the result; a mixture of experts, which needs it under tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.configs import tiny_config, with_peft
+from tests.support.lab import Survey, survey
+from tests.support.ranks import run_ranks
+from tests.unit.conftest import BATCH_SEED, SURVEY_OVERRIDES
+
+pytestmark = pytest.mark.multiprocess
+SP = "policy.megatron_cfg.sequence_parallel=true"
+
+
+def assert_same(got: Survey, want: Survey) -> None:
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-5)
+    np.testing.assert_allclose(got.reference, want.reference, atol=2e-5)
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, factors in want.gradients.items():
+        for mine, theirs in zip(got.gradients[name], factors, strict=True):
+            assert np.abs(theirs).max() > 0
+            np.testing.assert_allclose(mine, theirs, atol=1e-4 * np.abs(theirs).max(), err_msg=name)
+    assert got.weights.keys() == want.weights.keys()
+    for name, weight in want.weights.items():
+        np.testing.assert_allclose(got.weights[name], weight, atol=1e-6, err_msg=name)
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_splitting_sequences_changes_nothing(
+    surveys: Callable[[str, str], Survey], models: dict[str, Path], pp: int
+) -> None:
+    # Batches are 13 wide or less: their width is not a multiple of two.
+    config = with_peft(tiny_config(models["tied"], *SURVEY_OVERRIDES, SP, tp=2, pp=pp), lora_B_init_method="normal")
+    answers = run_ranks(survey, config, BATCH_SEED, 3, tp=2, pp=pp)
+    assert_same(next(answer for answer in answers if answer is not None), surveys("tp1", "tied"))
