@@ -1,8 +1,8 @@
 """The learned predictor of NExt: two encoders and a decoder per kind and length of vector.
 
 From "Low-rank Optimization Trajectories Modeling for LLM RLVR Acceleration" (arXiv:2604.11446): the leading triplet of
-the next change T_i is decoded from encodings of those of the total change G_i and the last one L_i, separately for u, v and sigma, with
-the L1 loss. All matrices whose vectors have the same length share a network.
+the next change T_i is decoded from encodings of those of the total change G_i and the last one L_i, separately for u, v
+and sigma, with the L1 loss. All matrices whose vectors have the same length share a network.
 """
 
 from __future__ import annotations

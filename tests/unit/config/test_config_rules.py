@@ -487,6 +487,14 @@ CASES = [
         [JUMPS, "grpo.async_grpo.enabled=true", f"{COLOCATED}.enabled=false", CORRECTION],
         f"{NEXT}.enabled",
         "not available while generating asynchronously",
+        "false",
+    ),
+    (
+        [JUMPS, SVD_ON, f"{PEFT}.adapter_path={ADAPTER}"],
+        f"{NEXT}.enabled",
+        "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes",
+        "false",
+    ),
     # SVD-LoRA
     ([SVD_ON], f"{PEFT}.adapter_path", "trains the singular values of a trained adapter; give its PEFT", None),
     ([f"{SVD}.mode=core"], f"{SVD}.mode", "has no effect while policy.megatron_cfg.peft.svd.enabled", "product"),
