@@ -49,17 +49,12 @@ def alphas_can_be_compared(config: RunConfig) -> Iterator[Violation]:
 
 
 def jumps_fit_the_adapters(config: RunConfig) -> Iterator[Violation]:
-    """A jump changes singular vectors, and asynchronous generation would have to wait for it."""
-    if not config.grpo.next.enabled:
-        return
-    if config.policy.megatron_cfg.peft.svd.enabled:
+    """A jump changes singular vectors."""
+    if config.grpo.next.enabled and config.policy.megatron_cfg.peft.svd.enabled:
         problem = (
             "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes; set one of the two to "
             "false"
         )
-        yield Violation(f"{PREFIX}.enabled", problem, True)
-    elif config.grpo.async_grpo.enabled:
-        problem = "is not available while generating asynchronously; set it, or grpo.async_grpo.enabled, to false"
         yield Violation(f"{PREFIX}.enabled", problem, True)
 
 

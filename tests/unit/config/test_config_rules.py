@@ -484,12 +484,6 @@ CASES = [
         "[1.0]",
     ),
     (
-        [JUMPS, "grpo.async_grpo.enabled=true", f"{COLOCATED}.enabled=false", CORRECTION],
-        f"{NEXT}.enabled",
-        "not available while generating asynchronously",
-        "false",
-    ),
-    (
         [JUMPS, SVD_ON, f"{PEFT}.adapter_path={ADAPTER}"],
         f"{NEXT}.enabled",
         "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes",
