@@ -4,7 +4,8 @@ uv run benchmarks/svd_lora.py [--jobs 2] [--seeds 1,2,3,4,5] [--out results/svd_
 
 First the adapter is made by supervised fine-tuning. Then each arm gets its learning rate, the best of three by accuracy
 on 405 held-out pairs, on a seed of its own. Then all arms run with the other seeds. A run that is complete in --out is
-not repeated. Prints a table in Markdown and draws the rewards, mean and standard deviation over the seeds.
+not repeated. Prints a table in Markdown, which `--page` also writes into docs/svd-lora.md, and draws the rewards, mean
+and standard deviation over the seeds.
 
 The arm `random` tells whether it matters that the directions are those of fine-tuning: the start is the same policy,
 but what is trained are singular values of random orthonormal vectors. Its base model is the fine-tuned one, merged,
@@ -35,6 +36,10 @@ COMMON = (
 # Measures the KL to the start, and is too small to have an effect.
 WATCH_KL = "loss_fn.reference_policy_kl_penalty=1e-8"
 CHOOSING_SEED, CHOOSING_PROMPTS = 0, 405
+PAGE = ROOT / "docs/svd-lora.md"
+MARKER = "<!-- Below: written by benchmarks/svd_lora.py. -->\n"
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 WINDOW = 10
 
 
@@ -84,6 +89,7 @@ def main() -> int:
     parser.add_argument("--arms", default=",".join(ARMS), help="names, separated by commas; default: all")
     parser.add_argument("--out", type=Path, default=Path("results/svd_lora"))
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--page", action="store_true", help="also write the tables into docs/svd-lora.md")
     parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
     parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
@@ -113,7 +119,11 @@ def main() -> int:
     # Seed by seed, so that what is interrupted has every arm.
     well = complete([runs[name][i] for i in range(len(seeds)) for name in runs])
     found = {name: [records for run in of_seeds if (records := run.records())] for name, of_seeds in runs.items()}
-    sys.stdout.write(choosing_table(choosing) + "\n" + table(found, best, tuning.records()))
+    text = table(found, best, tuning.records()) + "\n" + choosing_table(choosing)
+    sys.stdout.write(text)
+    if arguments.page:
+        above = PAGE.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
+        PAGE.write_text(f"{above}\n\n{MARKER}\n{text}", encoding="utf-8")
     if arguments.figure is not None and all(found.values()):
         draw(found, arguments.figure)
     return 0 if well else 1
@@ -223,12 +233,14 @@ def table(
             spread([mean(r[1 : 1 + WINDOW // 2], "train/reward") for r in runs]),
             spread([mean(r[-WINDOW:], "train/reward") for r in runs]),
             spread([last(r, "val/accuracy") for r in runs]),
+            against([last(r, "val/accuracy") for r in runs], [last(r, "val/accuracy") for r in found.get("lora", ())]),
             spread([mean(r[-WINDOW:], "train/kl") for r in runs], 4),
             f"{last(first, 'sync/bytes'):,.0f}",
         ])  # fmt: skip
     heads = [
         "arm", "trained numbers", "learning rate", "seeds", f"reward, steps 1-{WINDOW // 2}",
-        f"reward, last {WINDOW} steps", "held-out accuracy", "KL to the start, nats per token", "bytes per push",
+        f"reward, last {WINDOW} steps", "held-out accuracy", "less LoRA's, 95 % interval",
+        "KL to the start, nats per token", "bytes per push",
     ]  # fmt: skip
     text = markdown(heads, rows)
     if tuning:
@@ -237,6 +249,15 @@ def table(
             f"{last(tuning, 'val/answer_probability'):.3f}.\n"
         )
     return text
+
+
+def against(values: Sequence[float], others: Sequence[float]) -> str:
+    """Mean difference of pairs with the half-width of its 95 % interval (Student's t); empty for an arm and itself."""
+    differences = [a - b for a, b in zip(values, others, strict=False)]
+    if not any(differences) or not 2 <= len(differences) <= len(T95) + 1:
+        return ""
+    half = T95[len(differences) - 2] * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.fmean(differences):+.3f} ± {half:.3f}"
 
 
 def mean(records: Sequence[Mapping[str, Any]], metric: str) -> float:

@@ -2,6 +2,7 @@
 # An adapter that was fine-tuned half-way, of which only singular values are trained, in two replicas of two ranks.
 source "$(dirname "$0")/common.sh"
 if ! RAY_TMPDIR="$work" uv run --no-sync examples/run_sft.py --config examples/configs/sft_svd_lora_cpu.yaml \
+  "policy.megatron_cfg.peft.target_modules=[linear_qkv,linear_proj]" \
   logger.console=plain "logger.log_dir=$work/sft" >"$work/sft.out" 2>&1; then
   tail -n 40 "$work/sft.out"
   echo "FAIL   fine-tuning ended with an error"

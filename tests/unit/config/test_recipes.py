@@ -27,12 +27,15 @@ each_recipe = pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 
 @pytest.fixture(autouse=True)
 def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapters that recipes start from, as far as the rules look at them, in the current folder."""
+    """Adapters and data that recipes start from, as far as the rules look at them, in the current folder."""
     for path in RECIPES:
         for adapter in re.findall(r"adapter_path: (\S+)", path.read_text(encoding="utf-8")):
             (tmp_path / adapter).mkdir(parents=True, exist_ok=True)
             for name in PEFT_FILES:
                 (tmp_path / adapter / name).touch()
+        for data in re.findall(r"train_path: (\S+)", path.read_text(encoding="utf-8")):
+            (tmp_path / data).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / data).touch()
     monkeypatch.chdir(tmp_path)
 
 

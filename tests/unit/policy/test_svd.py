@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,31 +222,25 @@ def test_the_gradient_of_sigma_is_the_projection_of_the_weights_gradient(
         assert got["slope"] == pytest.approx(squared, rel=0.02), mode
 
 
-@pytest.fixture(scope="module")
-def at_layout(models: dict[str, Path], sft: tuple[Path, Any]) -> Callable[[str, str], list[dict[str, Any]]]:
-    made: dict[tuple[str, str], list[dict[str, Any]]] = {}
-
-    def get(mode: str, layout: str) -> list[dict[str, Any]]:
-        if (mode, layout) not in made:
-            tp, pp = LAYOUTS[layout]
-            made[mode, layout] = run_ranks(facts, config_of(models, sft, mode, tp=tp, pp=pp), 3, tp=tp, pp=pp)
-        return made[mode, layout]
-
-    return get
-
-
 @pytest.mark.parametrize(
-    ("mode", "layout"),
+    ("mode", "layout", "overrides"),
     [
-        ("factors", "tp2_pp2"),
-        pytest.param("product", "tp2", marks=pytest.mark.slow),
-        pytest.param("core", "pp2", marks=pytest.mark.slow),
+        ("factors", "tp2_pp2", ()),
+        pytest.param("product", "tp2", (), marks=pytest.mark.slow),
+        pytest.param("product", "tp2", ("policy.megatron_cfg.sequence_parallel=true",), marks=pytest.mark.slow),
+        pytest.param("core", "pp2", (), marks=pytest.mark.slow),
     ],
 )
 def test_the_layout_changes_nothing(
-    on_one: dict[str, dict[str, Any]], at_layout: Callable[..., list], mode: str, layout: str
+    on_one: dict[str, dict[str, Any]],
+    models: dict[str, Path],
+    sft: tuple[Path, np.ndarray],
+    mode: str,
+    layout: str,
+    overrides: tuple[str, ...],
 ) -> None:
-    one, ranks = on_one[mode], at_layout(mode, layout)
+    one, (tp, pp) = on_one[mode], LAYOUTS[layout]
+    ranks = run_ranks(facts, config_of(models, sft, mode, *overrides, tp=tp, pp=pp), 3, tp=tp, pp=pp)
     state, reporting = ranks[0]["last_state"].svd, next(r for r in ranks if r["at_start"] is not None)
     np.testing.assert_allclose(reporting["at_start"], one["at_start"], atol=2e-5, rtol=0)
     assert reporting["metrics"]["kl"] == 0
