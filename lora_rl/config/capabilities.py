@@ -41,7 +41,6 @@ CAPABILITIES = (
     Capability(f"{_MEGATRON}.expert_model_parallel_size", (1,), "expert parallelism"),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
     Capability(f"{_GENERATION}.vllm_cfg.async_engine", (True,), "an engine that serves whole batches only"),
-    Capability("grpo.next.write_back", ("adapter",), "merging a jump into the frozen weights"),
     Capability("logger.wandb_enabled", (False,), "logging to Weights & Biases"),
     Capability("logger.mlflow_enabled", (False,), "logging to MLflow"),
     Capability("logger.monitor_gpus", (False,), "logging GPU utilisation"),

@@ -58,9 +58,21 @@ def jumps_fit_the_adapters(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{PREFIX}.enabled", problem, True)
 
 
+def merged_jumps_reach_the_engine(config: RunConfig) -> Iterator[Violation]:
+    """Where engines merge or serve adapters themselves, their frozen weights are those on disk."""
+    mode = config.policy.generation.weight_sync.mode
+    if config.grpo.next.enabled and config.grpo.next.write_back == "merge" and mode != "merged":
+        problem = (
+            f"changes weights that never reach the engines in policy.generation.weight_sync.mode {mode}; use adapter, "
+            "or the mode merged"
+        )
+        yield Violation(f"{PREFIX}.write_back", problem, "merge")
+
+
 NEXT_RULES = (
     jumps_fit_the_adapters,
     trajectory_can_be_predicted,
     run_comes_to_a_proposal,
     alphas_can_be_compared,
+    merged_jumps_reach_the_engine,
 )

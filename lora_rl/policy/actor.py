@@ -136,7 +136,12 @@ class PolicyActor:
 
         if not hasattr(self, "_extrapolation"):
             section = self._config.grpo.next
-            self._extrapolation = RankExtrapolation(self.rank, capacity=section.snapshots + 1, horizon=section.horizon)
+            self._extrapolation = RankExtrapolation(
+                self.rank,
+                capacity=section.snapshots + 1,
+                horizon=section.horizon,
+                merge=section.write_back == "merge",
+            )
         return getattr(self._extrapolation, method)(*args)
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -181,6 +186,7 @@ class PolicyActor:
         adapter = export_peft(self.rank.model)
         if self._rank != 0:
             return False
+        adapter = self.rank.merged.onto(adapter)
         write_peft(Path(path), adapter, base_model=base_model)
         return True
 

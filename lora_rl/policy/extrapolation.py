@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from lora_rl.lora.init import local_slice
+from lora_rl.lora.peft_io import PeftAdapter
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.next.factors import Factors, RankOne
 from lora_rl.next.recorder import Projection, Recorder
 from lora_rl.next.trajectory import Trajectory, Triplets
 from lora_rl.next.writeback import into_adapter
+from lora_rl.policy.export import export_peft
 from lora_rl.policy.state import state_of, whole
 from lora_rl.policy.trainer import PolicyRank
 
@@ -46,13 +48,14 @@ def effective_factors(rank: PolicyRank, adapter: torch.nn.Module) -> Factors:
 class RankExtrapolation:
     """The trajectory of this rank's adapters. All methods are collective: every rank calls them alike."""
 
-    def __init__(self, rank: PolicyRank, *, capacity: int, horizon: int) -> None:
+    def __init__(self, rank: PolicyRank, *, capacity: int, horizon: int, merge: bool = False) -> None:
         """
         Args:
             capacity: snapshots that are kept.
             horizon: snapshots that are predicted ahead.
+            merge: jumps go into the frozen weights instead of the adapters.
         """
-        self._rank, self._horizon = rank, horizon
+        self._rank, self._horizon, self._merge = rank, horizon, merge
         self._recorder = Recorder(capacity)
 
     def record(self) -> None:
@@ -83,14 +86,17 @@ class RankExtrapolation:
 
     @torch.no_grad()
     def jump(self, changes: Mapping[str, RankOne]) -> dict[str, float] | None:
-        """Add a change to every adapter, which keeps its rank, and forget the moments of what was touched.
+        """Add a change to every adapter, which keeps its rank, and forget the moments of what was touched; or to every
+        frozen weight.
 
         Returns:
             On rank 0: `dropped`, the largest share of an adapter's squared norm that truncation gave up; `norm`, the
             length of the changes as a share of the way from the oldest snapshot.
         """
         dropped = {}
-        for name, adapter in self._adapters().items():
+        if self._merge:
+            self._rank.merged.set([*self._rank.merged.changes, changes])
+        for name, adapter in () if self._merge else self._adapters().items():
             change = self._part(name, changes[name])
             if change.sigma == 0.0:
                 continue
@@ -110,6 +116,18 @@ class RankExtrapolation:
             "dropped": max((ranks[0][0] for ranks in lost.values()), default=0.0),
             "norm": (length / come) ** 0.5 if come else float("inf"),
         }
+
+    def merged(self) -> list[dict[str, RankOne]]:
+        """The jumps that are in the frozen weights, whole."""
+        return self._rank.merged.changes
+
+    def set_merged(self, changes: Sequence[Mapping[str, RankOne]]) -> None:
+        """Put these jumps, and no others, into the frozen weights."""
+        self._rank.merged.set(changes)
+
+    def whole_adapter(self) -> PeftAdapter:
+        """The adapters, with what is in the frozen weights as further ranks."""
+        return self._rank.merged.onto(export_peft(self._rank.model))
 
     def snapshots(self) -> Snapshots | None:
         """All snapshots of the whole model, on rank 0."""

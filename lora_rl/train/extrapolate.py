@@ -43,6 +43,7 @@ class Taken:
         adapter, state: of the policy before it.
         watch: the rewards since.
         optimizer_steps: taken since; wasted, if it is undone.
+        merged: the jumps that were in the frozen weights then.
         same_layout: whether `state` is of the ranks that run now, so that random generators can be restored.
     """
 
@@ -50,6 +51,7 @@ class Taken:
     state: PolicyState
     watch: Watch
     optimizer_steps: int = 0
+    merged: Sequence[Mapping[str, RankOne]] = ()
     same_layout: bool = True
 
 
@@ -181,7 +183,8 @@ class Extrapolation:
     def _measured(self, step: int, proposal: Proposal, source: RolloutSource) -> dict[str, float]:
         """Gate, then jump or stay."""
         adapter, state = self._job.policy.state()
-        before = Taken(adapter, state, Watch(list(self.rewards), self._settings.watch.patience, self._tolerance))
+        watch = Watch(list(self.rewards), self._settings.watch.patience, self._settings.watch.tolerance)
+        before = Taken(adapter, state, watch, merged=list(self._job.policy.extrapolation("merged")))
         report: dict[str, float] = {}
 
         def jump(alpha: float) -> float:
@@ -208,10 +211,6 @@ class Extrapolation:
         self.start(step)
         return {**found, "next/alpha": alpha, "next/norm": norm, "next/dropped": report["dropped"]}
 
-    @property
-    def _tolerance(self) -> float:
-        return self._settings.watch.tolerance
-
     def _refused(self, reason: str) -> dict[str, float]:
         self.retry_at = self.since + self._settings.retry_after
         self._console.info(f"no jump: {reason}")
@@ -224,6 +223,8 @@ class Extrapolation:
     def _restore(self, before: Taken) -> None:
         self._job.turns.to_trainer()
         self._job.policy.load_state(before.adapter, before.state, same_layout=before.same_layout)
+        if self._settings.write_back == "merge":
+            self._job.policy.extrapolation("set_merged", before.merged)
 
     def _push(self, source: RolloutSource) -> None:
         """Give the engines the policy's weights as a new version, whatever they held before."""

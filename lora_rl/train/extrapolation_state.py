@@ -9,6 +9,7 @@ import torch
 
 from lora_rl.lora.merge import AdapterTensors
 from lora_rl.lora.peft_io import PeftAdapter
+from lora_rl.next.factors import RankOne
 from lora_rl.next.ledger import Ledger
 from lora_rl.next.watch import Watch
 from lora_rl.policy.state import PolicyState
@@ -29,7 +30,14 @@ def save_extrapolation(extrapolation: Extrapolation, policy: PolicyGroup) -> Sav
     for number, snapshot in enumerate(policy.extrapolation("snapshots")):
         for name, (a, b) in snapshot.items():
             tensors[f"snapshot.{number}.{name}.a"], tensors[f"snapshot.{number}.{name}.b"] = a, b
+    merged = policy.extrapolation("merged")
+    for number, jump in enumerate(merged):
+        for name, change in jump.items():
+            sigma = torch.tensor([change.sigma], dtype=torch.float64)
+            for key, tensor in {"sigma": sigma, "u": change.u, "v": change.v}.items():
+                tensors[f"merged.{number}.{name}.{key}"] = tensor
     plain: dict[str, Any] = {
+        "merged": len(merged),
         "ledger": extrapolation.ledger.state_dict(),
         "origin": extrapolation.origin,
         "since": extrapolation.since,
@@ -45,6 +53,8 @@ def save_extrapolation(extrapolation: Extrapolation, policy: PolicyGroup) -> Sav
         plain["taken"] = {
             "watch": taken.watch.state_dict(),
             "optimizer_steps": taken.optimizer_steps,
+            # Jumps are added in order: those before the last are the first so many.
+            "merged": len(taken.merged),
             "counters": taken.state.counters,
             "flags": taken.state.flags,
             "scales": {name: pair.scale for name, pair in taken.adapter.tensors.items()},
@@ -81,7 +91,19 @@ def load_extrapolation(extrapolation: Extrapolation, saved: SavedExtrapolation, 
         _part(tensors, "taken.moments."), taken["counters"], taken["flags"], _part(tensors, "taken.random.")
     )
     same = taken["layout"] == _layout(policy)
-    extrapolation.taken = Taken(PeftAdapter(pairs), state, Watch(**taken["watch"]), taken["optimizer_steps"], same)
+    before = merged_jumps(saved)[: taken["merged"]]
+    watch = Watch(**taken["watch"])
+    extrapolation.taken = Taken(PeftAdapter(pairs), state, watch, taken["optimizer_steps"], before, same)
+
+
+def merged_jumps(saved: SavedExtrapolation) -> list[dict[str, RankOne]]:
+    """The jumps that were in the frozen weights, oldest first."""
+    jumps: list[dict[str, RankOne]] = []
+    for number in range(saved[0]["merged"]):
+        parts = _part(saved[1], f"merged.{number}.")
+        names = sorted(key.removesuffix(".sigma") for key in parts if key.endswith(".sigma"))
+        jumps.append({n: RankOne(float(parts[f"{n}.sigma"]), parts[f"{n}.u"], parts[f"{n}.v"]) for n in names})
+    return jumps
 
 
 def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

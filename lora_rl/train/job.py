@@ -306,11 +306,16 @@ def start_adapter(config: RunConfig) -> PeftAdapter | None:
 
 def restore_policy(resume: Checkpoint, policy: PolicyGroup, layout: Layout) -> None:
     """Give the ranks the adapters and the training state of a checkpoint."""
+    from lora_rl.policy.merged_jumps import without_jumps
     from lora_rl.policy.state import PolicyState
+    from lora_rl.train.extrapolation_state import merged_jumps
 
     state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random, resume.svd)
     same = resume.layout == {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-    policy.load_state(resume.adapter, state, same_layout=same)
+    jumps = merged_jumps(resume.extrapolation) if resume.extrapolation is not None else []
+    policy.load_state(without_jumps(resume.adapter, len(jumps)), state, same_layout=same)
+    if jumps:
+        policy.extrapolation("set_merged", jumps)
 
 
 def build_processes(

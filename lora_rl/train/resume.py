@@ -177,6 +177,9 @@ def take(
     from lora_rl.config import resolved_yaml
 
     adapter, state = job.policy.state()
+    if extrapolation is not None and extrapolation[0]["merged"]:
+        # What it computes on the base model as it is on disk; its own ranks come first.
+        adapter = job.policy.extrapolation("whole_adapter")
     name = config.checkpointing.metric_name
     return Checkpoint(
         step=step,

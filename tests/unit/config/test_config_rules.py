@@ -484,6 +484,12 @@ CASES = [
         "[1.0]",
     ),
     (
+        [JUMPS, f"{SYNC}.mode=adapter_merge", f"{NEXT}.write_back=merge"],
+        f"{NEXT}.write_back",
+        "never reach the engines in policy.generation.weight_sync.mode adapter_merge",
+        "adapter",
+    ),
+    (
         [JUMPS, SVD_ON, f"{PEFT}.adapter_path={ADAPTER}"],
         f"{NEXT}.enabled",
         "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes",
@@ -839,13 +845,13 @@ def test_a_preset_fills_what_is_not_set(config_file, tmp_path):
     plain = load_config(config_file).grpo.next
     assert not plain.enabled
     assert plain == load_config(config_file, [f"{NEXT}.preset=default"]).grpo.next
-    paper = [f"{NEXT}.preset=paper", f"{NEXT}.write_back=adapter", f"{NEXT}.predictor.epochs=7"]
+    paper = [f"{NEXT}.preset=paper", f"{NEXT}.predictor.epochs=7"]
     config = load_config(config_file, paper)
     section = config.grpo.next
     assert (section.interval, section.snapshots, section.horizon, section.alphas) == (10, 15, 5, [1.5])
     assert (section.predictor.type, section.predictor.learning_rate, section.predictor.epochs) == ("nextmlp", 2e-5, 7)
     assert (section.gate.enabled, section.gate.num_prompts, section.watch.patience) == (False, 128, 0)
-    assert section.min_backtest_cos is None
+    assert (section.min_backtest_cos, section.write_back) == (None, "merge")
     again = tmp_path / "again.yaml"
     again.write_text(resolved_yaml(config))
     assert load_config(again) == config
