@@ -38,7 +38,7 @@ COMMON = (
 NEXT = "grpo.next"
 JUMPS = (f"{NEXT}.enabled=true", f"{NEXT}.interval={INTERVAL}")
 # One to ten: fifteen snapshots, and five of them ahead.
-PAPER = (f"{NEXT}.preset=paper", f"{NEXT}.write_back=adapter")
+PAPER = (f"{NEXT}.preset=paper",)
 # name: (title, overrides). The first is what the others are compared with.
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "baseline": ("no jumps", ()),
