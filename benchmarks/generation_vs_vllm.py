@@ -38,7 +38,7 @@ def main() -> None:
 
     config = load_config(arguments.config)
     layout = derive_layout(config)
-    _, prompts, _ = load_data(config)
+    prompts = load_data(config).prompts
     sampling = training_sampling(config)
     jobs = [
         [

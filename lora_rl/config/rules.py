@@ -10,6 +10,7 @@ from lora_rl.config.algorithm_rules import ALGORITHM_RULES
 from lora_rl.config.data_rules import DATA_RULES
 from lora_rl.config.errors import Violation
 from lora_rl.config.layout import layout_violations, platform_of
+from lora_rl.config.next_rules import NEXT_RULES
 from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
 from lora_rl.config.svd_rules import SVD_RULES
@@ -353,6 +354,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *REWARD_RULES,
     *ALGORITHM_RULES,
+    *NEXT_RULES,
     *SVD_RULES,
     *TRACKER_RULES,
 )

@@ -128,6 +128,22 @@ class PolicyActor:
             import_peft(self.rank.model, adapter)
         load_state(self.rank, state, with_random=with_random)
 
+    # -- extrapolation -----------------------------------------------------------------------------------------
+
+    def extrapolation(self, method: str, *args: Any) -> Any:
+        """See the method of `RankExtrapolation`. Collective."""
+        from lora_rl.policy.extrapolation import RankExtrapolation
+
+        if not hasattr(self, "_extrapolation"):
+            section = self._config.grpo.next
+            self._extrapolation = RankExtrapolation(
+                self.rank,
+                capacity=section.snapshots + 1,
+                horizon=section.horizon,
+                merge=section.write_back == "merge",
+            )
+        return getattr(self._extrapolation, method)(*args)
+
     # -- memory ------------------------------------------------------------------------------------------------
 
     def offload(self) -> None:
@@ -170,6 +186,7 @@ class PolicyActor:
         adapter = export_peft(self.rank.model)
         if self._rank != 0:
             return False
+        adapter = self.rank.merged.onto(adapter)
         write_peft(Path(path), adapter, base_model=base_model)
         return True
 

@@ -149,6 +149,17 @@ def import_peft(model: PolicyModel, adapter: PeftAdapter) -> None:
             linear.weight.copy_(local_slice(full, linear.weight, _tp()[0], gated=is_gated))
 
 
+def hf_rows(model: PolicyModel, name: str, outputs: int) -> dict[str, torch.Tensor]:
+    """The Hugging Face modules of one Megatron linear, with the rows of its whole weight that belong to each.
+
+    Args:
+        name: global module name, on any pipeline stage.
+        outputs: rows of the whole weight.
+    """
+    parts = hf_parts(model.bridge._model_bridge.mapping_registry(), name)
+    return dict(zip(parts, _rows(model, name, parts, outputs), strict=True))
+
+
 def _fused(
     model: PolicyModel,
     name: str,

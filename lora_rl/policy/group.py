@@ -204,6 +204,14 @@ class PolicyGroup:
         calls = [w.call("load_state", *shared, with_random=same_layout) for w in self.workers]
         wait(calls, timeout_s=self._timeout, doing="restoring the checkpoint")
 
+    def extrapolation(self, method: str, *args: Any) -> Any:
+        """What the method of `lora_rl.policy.extrapolation.RankExtrapolation` returns on rank 0."""
+        import ray
+
+        shared = [ray.put(argument) for argument in args]
+        calls = [w.call("extrapolation", method, *shared) for w in self.workers]
+        return wait(calls, timeout_s=self._timeout, doing=f"extrapolating: {method}")[0]
+
     def save_adapter(self, path: Path) -> None:
         """Write the current adapters as a PEFT directory, which must not exist yet."""
         model = self.config.policy.model_name

@@ -106,7 +106,7 @@ def load_state(rank: PolicyRank, state: PolicyState, *, with_random: bool) -> No
         for name, tensor, gated in spectral:
             tensor.copy_(local_slice(state.svd[name], tensor, tp_rank, gated=gated))
     for parameter, moment, value in loaded:
-        _state_of(rank, parameter)[moment] = value.to(parameter.device).clone()
+        state_of(rank, parameter)[moment] = value.to(parameter.device).clone()
     _set_counters(rank, state.counters)
     rank.scheduler.num_steps = int(state.counters["scheduler"])
     rank.scheduler.step(increment=0)
@@ -121,12 +121,12 @@ def _parameters(rank: PolicyRank) -> Iterator[tuple[str, torch.nn.Parameter, boo
     module = rank.model.module
     for name, adapter in adapter_modules(module).items():
         if (spectrum := spectrum_of(adapter)) is not None:
-            yield f"{name}.theta", spectrum.theta, False, _state_of(rank, spectrum.theta, create=False)
+            yield f"{name}.theta", spectrum.theta, False, state_of(rank, spectrum.theta, create=False)
             continue
         for factor in ("linear_in", "linear_out"):
             parameter = getattr(adapter, factor).weight
             gated = factor == "linear_out" and name.endswith("linear_fc1") and module.config.gated_linear_unit
-            yield f"{name}.{factor}", parameter, gated, _state_of(rank, parameter, create=False)
+            yield f"{name}.{factor}", parameter, gated, state_of(rank, parameter, create=False)
 
 
 def _spectral(rank: PolicyRank) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -154,7 +154,7 @@ def _torch_optimizers(rank: PolicyRank) -> list[torch.optim.Optimizer]:
     return [o.optimizer for o in chained if getattr(o, "optimizer", None) is not None]
 
 
-def _state_of(rank: PolicyRank, parameter: torch.nn.Parameter, *, create: bool = True) -> dict[str, Any]:
+def state_of(rank: PolicyRank, parameter: torch.nn.Parameter, *, create: bool = True) -> dict[str, Any]:
     for inner in _torch_optimizers(rank):
         if any(p is parameter for group in inner.param_groups for p in group["params"]):
             return inner.state[parameter] if create else inner.state.get(parameter, {})
@@ -196,10 +196,10 @@ def _whole_tensors(
     for part in parts:
         for key, shard in part.items():
             shards.setdefault(key, []).append(shard)
-    return {key: _whole(shards[key]) for key in sorted(shards)}
+    return {key: whole(shards[key]) for key in sorted(shards)}
 
 
-def _whole(shards: list[tuple[torch.Tensor, int | None, bool]]) -> torch.Tensor:
+def whole(shards: list[tuple[torch.Tensor, int | None, bool]]) -> torch.Tensor:
     """One matrix from its tensor-parallel shards; the inverse of `local_slice`."""
     tensors, (_, split, gated) = [t for t, _, _ in shards], shards[0]
     if split is None:

@@ -15,6 +15,7 @@ from lora_rl.algorithm import LossSettings, MetricSum, Normaliser, as_floats, me
 from lora_rl.lora.svd import spectrum_of
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.policy.logprobs import vocab_parallel_logprobs
+from lora_rl.policy.merged_jumps import MergedJumps
 from lora_rl.policy.model import THETA, PolicyModel, build_policy_model
 from lora_rl.policy.platform import Platform
 
@@ -131,6 +132,7 @@ class PolicyRank:
         model_config.grad_scale_func = None
         model_config.timers = None
         self._gradients_checked = False
+        self.merged = MergedJumps(self.model)
         self._svd = svd.enabled
         self.freeze_reference()
 
@@ -279,6 +281,11 @@ class PolicyRank:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
+        with self.merged.without(), self._with_reference_adapters():
+            yield
+
+    @contextmanager
+    def _with_reference_adapters(self) -> Iterator[None]:
         if self._reference is None:
             with self.model.lora.disable_adapter(self.model.chunks):
                 yield

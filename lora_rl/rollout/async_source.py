@@ -15,8 +15,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class AsyncRolloutSource:
         self._scoring: dict[int, tuple[PromptGroup, float]] = {}
         self._timeout = config.cluster.step_timeout_s
         self._buffer: dict[int, _Ready] = {}
-        self._waiting = self._paused = self._closed = False
+        self._waiting = self._paused = self._halted = self._closed = False
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
         self._metrics: dict[str, float] = {}
@@ -140,6 +141,35 @@ class AsyncRolloutSource:
             self._paused = False
         self._wake()
 
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """See `RolloutSource.halted`: the groups that are given up are drawn again, as the same attempt.
+
+        Groups that were started before would seem older than they are by every weight version pushed inside.
+
+        Raises:
+            WorkerError: the engines are lost, or a reward does not come.
+        """
+        with self._changed:
+            self._halted = True
+            flights = list(self._running.values())
+            self._running.clear()
+            self._engines.abort([flight.future for flight in flights])
+            self._engines.restart_clock()
+            while self._scoring:
+                self._check()
+                self._changed.wait(0.5)
+            given_up = [*(flight.group for flight in flights), *(ready.group for ready in self._buffer.values())]
+            self._buffer.clear()
+            self._queue.put_back(given_up)
+            self._counts["dropped"] += len(given_up)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._halted = False
+            self._wake()
+
     def metrics(self) -> dict[str, float]:
         """See `RolloutSource.metrics`: ages, depth of the buffer, what was given up, who waited."""
         return self._metrics
@@ -190,7 +220,7 @@ class AsyncRolloutSource:
         A group started with version v can be trained on while the trainer has v, v + 1, ... v + max_age. If the trainer
         is waiting, its next batch is of version v: that is max_age + 1 batches; while it trains on one, it is max_age.
         """
-        if self._paused:
+        if self._paused or self._halted:
             return 0
         batches = self._max_age + (1 if self._waiting else 0)
         open_groups = len(self._running) + len(self._scoring) + len(self._buffer)
@@ -308,6 +338,7 @@ class AsyncRolloutSource:
             "rollout/buffer_groups": depth,
             "rollout/in_flight_groups": len(self._running),
             "rollout/stale_groups": stale,
+            **({"rollout/dropped_groups": self._counts.pop("dropped")} if self._counts["dropped"] else {}),
             "rollout/stale_share": stale / max(started, 1),
             "rollout/refused_groups": self._refusals.count,
             "rollout/trainer_idle_s": waited,

@@ -32,6 +32,10 @@ class PromptQueue:
         """The group's rollouts were given up: draw it once more, as another attempt."""
         self._again.append(dataclasses.replace(group, attempt=group.attempt + 1))
 
+    def put_back(self, groups: Iterable[PromptGroup]) -> None:
+        """Draw these groups again, before all others and as the same attempt: nothing is wrong with them."""
+        self._again.extendleft(sorted(groups, key=lambda group: group.group_id, reverse=True))
+
     def state_dict(self, open_groups: Iterable[PromptGroup] = ()) -> dict[str, Any]:
         """What continues the order of prompts.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +33,13 @@ class RolloutSource(Protocol):
 
     def after_push(self) -> None:
         """The engines hold the new weights."""
+        ...
+
+    def halted(self) -> AbstractContextManager[None]:
+        """Nothing is generated for training within the block, and what was so far and is not trained on is given up.
+
+        For weights that no optimizer step has led to; `before_push` and `after_push` may be called inside.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -235,6 +243,10 @@ class SyncRolloutSource:
 
     def after_push(self) -> None:
         """Nothing runs."""
+
+    def halted(self) -> AbstractContextManager[None]:
+        """Nothing runs."""
+        return nullcontext()
 
     def metrics(self) -> dict[str, float]:
         """See `RolloutSource.metrics`."""

@@ -8,6 +8,7 @@
                      optimizer.safetensors  moments, whole matrices
                      svd.safetensors        singular vectors and values, with SVD-LoRA
                      random.safetensors     random generators of each rank
+                     next.safetensors       snapshots of the trajectory, where it is extrapolated
     <folder>/latest                         name of the newest complete checkpoint
 
 Only safetensors, JSON, YAML: loading one executes nothing. One process, the driver, writes.
@@ -33,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from lora_rl.lora.peft_io import PeftAdapter, read_peft, write_peft
 
 FORMAT = 2
-CHECKPOINT_FILE, LATEST = "checkpoint.json", "latest"
+CHECKPOINT_FILE, LATEST, NEXT = "checkpoint.json", "latest", "next.safetensors"
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -57,6 +58,7 @@ class Checkpoint:
         config: the resolved configuration, YAML.
         metrics: content of metrics.jsonl.
         start: the adapter that the run started from, which is its reference policy.
+        extrapolation: (numbers, tensors), see `lora_rl.train.extrapolation_state`.
         score: value of the metric that ranks checkpoints, None when it was not measured at this step.
     """
 
@@ -75,6 +77,7 @@ class Checkpoint:
     metrics: bytes
     score: float | None = None
     start: PeftAdapter | None = None
+    extrapolation: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
     svd: dict[str, torch.Tensor] = field(default_factory=dict)
     path: Path | None = field(default=None, compare=False)
 
@@ -216,12 +219,15 @@ def load(path: Path) -> Checkpoint:
     if description["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {description['format']}; this version reads format {FORMAT}")
     plain = ("step", "weight_version", "payload_digest", "counters", "flags", "cursor", "identity", "layout", "score")
+    # None also in checkpoints that were written before there was any.
+    extrapolated = description.get("extrapolation")
     return Checkpoint(
         **{key: description[key] for key in plain},
         adapter=read_peft(path / "adapter"),
         moments=load_file(path / "optimizer.safetensors"),
         random=load_file(path / "random.safetensors"),
         start=read_peft(path / "start") if (path / "start").is_dir() else None,
+        extrapolation=(extrapolated, load_file(path / NEXT)) if extrapolated is not None else None,
         svd=load_file(path / "svd.safetensors") if (path / "svd.safetensors").is_file() else {},
         config=(path / "config.yaml").read_text(),
         metrics=(path / "metrics.jsonl").read_bytes(),
@@ -254,6 +260,8 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
         write_peft(folder / "start", checkpoint.start, base_model=checkpoint.start.base_model_name_or_path or "")
     save_file(checkpoint.moments, folder / "optimizer.safetensors")
     save_file(checkpoint.random, folder / "random.safetensors")
+    if checkpoint.extrapolation is not None:
+        save_file(checkpoint.extrapolation[1], folder / NEXT)
     if checkpoint.svd:
         save_file(checkpoint.svd, folder / "svd.safetensors")
     (folder / "config.yaml").write_text(checkpoint.config)
@@ -270,6 +278,7 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
         "cursor": checkpoint.cursor,
         "counters": checkpoint.counters,
         "flags": checkpoint.flags,
+        "extrapolation": None if checkpoint.extrapolation is None else checkpoint.extrapolation[0],
         "files": {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
     }
     (folder / CHECKPOINT_FILE).write_text(json.dumps(description, indent=2) + "\n")

@@ -71,8 +71,8 @@ def evaluate(
     from lora_rl.train.job import load_data, start_scorer
 
     config, grpo = _merging(config), config.grpo
-    tokenizer, _, held_out = load_data(config, console.warn)
-    prompts = held_out[: grpo.max_val_samples]
+    data = load_data(config, console.warn)
+    tokenizer, prompts = data.tokenizer, data.held_out[: grpo.max_val_samples]
     if not prompts:
         raise ValueError("there are no held-out prompts to evaluate on: set data.val_path or data.validation_split")
     (out / "logs").mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
+from lora_rl.train.extrapolate import Extrapolation
+from lora_rl.train.extrapolation_state import load_extrapolation, save_extrapolation
 from lora_rl.train.job import Data, Job, start_job
 from lora_rl.train.learning_signal import LearningSignal, learning_signal
 from lora_rl.train.resume import Stop, is_save_step, take
@@ -62,6 +64,7 @@ def run_grpo(
         if resume is not None:
             # The start-up of this process belongs to no step.
             timer.end_step()
+        extrapolation = extrapolation_of(job, config, console, timer, resume)
 
         def save(step: int, record: dict[str, float], cursor: dict[str, Any]) -> None:
             if store is not None:
@@ -71,15 +74,18 @@ def run_grpo(
                     console.warn(
                         f"checkpointing.metric_name {metric} was not recorded when saving; there was {measured}"
                     )
-                pushed = {"version": job.weights.version, "payload": job.weights.payload}
-                path = store.save(take(job, config, layout, step, record, recorder.path, cursor=cursor, **pushed))
+                more = {"version": job.weights.version, "payload": job.weights.payload}
+                if extrapolation is not None:
+                    more["extrapolation"] = save_extrapolation(extrapolation, job.policy)
+                path = store.save(take(job, config, layout, step, record, recorder.path, cursor=cursor, **more))
                 console.info(f"checkpoint  {path}")
 
         try:
             done = resume.step if resume else None
             log = RolloutLog(run_dir / ROLLOUTS if config.logger.log_rollouts else None, done)
-            logs = {"rollout_log": log, "validation_log": open_validation_log(config, run_dir, done)}
-            train(job, config, console, recorder, timer, stop=stop, save=save, done=done, **logs)
+            more = {"rollout_log": log, "validation_log": open_validation_log(config, run_dir, done)}
+            more["extrapolation"] = extrapolation
+            train(job, config, console, recorder, timer, stop=stop, save=save, done=done, **more)
         except KeyboardInterrupt:
             # Whatever was trained so far is the user's; a rank in mid-step saves after it.
             keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
@@ -115,6 +121,7 @@ def train(
     save: Callable[[int, dict[str, float], dict[str, Any]], None],
     done: int | None = None,
     rollout_log: RolloutLog | None = None,
+    extrapolation: Extrapolation | None = None,
     validation_log: ValidationLog | None = None,
 ) -> None:
     """The training loop over a started job.
@@ -123,6 +130,7 @@ def train(
         save: writes a checkpoint after a step, given its record and the state of the prompts' order.
         done: steps of an earlier start that this one continues; None: a new run.
         rollout_log, validation_log: where completions are written; None: nowhere.
+        extrapolation: jumps ahead between steps; None: never.
 
     Raises:
         KeyboardInterrupt: a signal asked to stop; the step was finished and saved.
@@ -165,6 +173,7 @@ def train(
                 if probing:
                     synced["sync/parity"] = job.weights.check_parity(job.probes, parity_tolerance(config))
                 job.turns.note("sync")
+            jumped = extrapolation.after_step(step, rollouts, kept, trained, source) if extrapolation else {}
             validated, held_out_samples = {}, []
             if is_validation_step(step, last_step, config):
                 validated, held_out_samples = validate(job, config, timer, validation_log, step)
@@ -176,6 +185,7 @@ def train(
                 source.metrics(),
                 {f"train/{name}": value for name, value in {**trained, **signal.metrics}.items()},
                 synced,
+                jumped,
                 validated,
                 job.turns.ledger(),
                 timer.end_step(tokens=tokens_per_phase(rollouts, kept, config)),
@@ -220,6 +230,20 @@ def saving_if_it_fails(
                 # The run's own error is the one to tell.
                 error.add_note(f"a checkpoint of step {last['step']} could not be written either: {another}")
         raise
+
+
+def extrapolation_of(
+    job: Job, config: RunConfig, console: Console, timer: PhaseTimer, resume: Checkpoint | None
+) -> Extrapolation | None:
+    """What `grpo.next` asks for, at its start or as a checkpoint left it; None where it is off."""
+    if not config.grpo.next.enabled:
+        return None
+    extrapolation = Extrapolation(job, config, console, timer)
+    if resume is not None and resume.extrapolation is not None:
+        load_extrapolation(extrapolation, resume.extrapolation, job.policy)
+    else:
+        extrapolation.start(resume.step if resume is not None else 0)
+    return extrapolation
 
 
 # -- the verbs of a step -------------------------------------------------------------------------------------------

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lora_rl.cluster.nodes import is_alive
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
-from lora_rl.data import PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
+from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
 from lora_rl.rewards import Scorer
 from lora_rl.rollout.queue import PromptQueue
 from lora_rl.train.resources import reserve
@@ -19,7 +20,6 @@ from lora_rl.train.resources import reserve
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
     from lora_rl.config.layout import Layout
-    from lora_rl.data import Prompt
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.group import PolicyGroup
     from lora_rl.rollout.pool import EnginePool
@@ -29,10 +29,23 @@ if TYPE_CHECKING:
     from lora_rl.train.turns import Turns
     from lora_rl.train.weights import WeightSync
 
-# Tokenizer, training prompts, held-out prompts.
-type Data = tuple[Tokenizer, PromptSource, list[Prompt]]
-
 _PARITY_PROBES = 8
+
+
+class Data(NamedTuple):
+    """What a job works on. No prompt is in two of the three.
+
+    Attributes:
+        tokenizer: of the policy.
+        prompts: training prompts in their order.
+        held_out: validation prompts.
+        gate: prompts on which jumps are measured, see `grpo.next.gate`.
+    """
+
+    tokenizer: Tokenizer
+    prompts: PromptSource
+    held_out: list[Prompt]
+    gate: Sequence[Prompt] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Job:
         probes: token sequences on which trainer and engines are compared.
         identity: see `lora_rl.train.resume.identity`.
         start: the adapter the run started from.
+        gate_prompts: see `Data.gate`.
         facts: numbers about the model and the start, as metrics of step 0.
     """
 
@@ -62,19 +76,19 @@ class Job:
     identity: dict[str, Any]
     start: PeftAdapter | None
     facts: dict[str, float]
+    gate_prompts: Sequence[Prompt] = field(default_factory=list)
 
 
-def load_data(
-    config: RunConfig, warn: Callable[[str], None] = lambda _: None
-) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
-    """Tokenizer, training prompts and held-out prompts; prompts that leave no room for a completion are left out.
+def load_data(config: RunConfig, warn: Callable[[str], None] = lambda _: None) -> Data:
+    """Tokenizer and prompts; prompts that leave no room for a completion are left out.
 
     Args:
         warn: told what was left out, and what else is unusual about the data.
 
     Raises:
         FileNotFoundError: a file of the tokenizer or of the data is missing.
-        ValueError: see `lora_rl.data.load_prompts`; no prompt leaves room; nothing to validate on.
+        ValueError: see `lora_rl.data.load_prompts`; no prompt leaves room; nothing to validate on; too few
+            prompts to set some aside for the gate.
     """
     grpo, new = config.grpo, config.policy.generation.max_new_tokens
     tokenizer = load_tokenizer(config.policy.tokenizer_name, config.policy.tokenizer.chat_template)
@@ -88,12 +102,34 @@ def load_data(
             "there are no held-out prompts: set data.val_path or data.validation_split, or switch validation off "
             "with grpo.val_at_start=false and grpo.val_period=0"
         )
+    train, gate = set_aside(train, config)
     if len(train) < grpo.num_prompts_per_step:
         warn(
             f"{len(train)} training prompts are fewer than grpo.num_prompts_per_step = {grpo.num_prompts_per_step}: "
             "every step sees some of them more than once"
         )
-    return tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out
+    return Data(tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out, gate)
+
+
+def set_aside(prompts: Sequence[Prompt], config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """(training prompts, gate's prompts): some prompts, chosen by the data's seed, are kept for `grpo.next.gate`.
+
+    Raises:
+        ValueError: that would be more than half of them.
+    """
+    section, count = config.grpo.next, config.grpo.next.gate.num_prompts
+    if not (section.enabled and section.gate.enabled):
+        return list(prompts), []
+    if 2 * count > len(prompts):
+        raise ValueError(
+            f"grpo.next.gate.num_prompts: {count} of {len(prompts)} training prompts would be set aside for the gate; "
+            f"use at most {len(prompts) // 2}, or more prompts"
+        )
+    chosen = set(random.Random(f"gate, seed {config.data_seed}").sample(range(len(prompts)), count))
+    return (
+        [prompt for n, prompt in enumerate(prompts) if n not in chosen],
+        [prompt for n, prompt in enumerate(prompts) if n in chosen],
+    )
 
 
 @contextmanager
@@ -119,7 +155,7 @@ def start_job(
         WorkerError: a process could not be started.
         SyncError: trainer and engine do not compute the same.
     """
-    tokenizer, prompts, held_out = data
+    tokenizer, prompts, held_out, gate = data
     queue = PromptQueue(prompts)
     if resume is not None:
         queue.load_state_dict(resume.cursor)
@@ -127,7 +163,7 @@ def start_job(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        scorer = stack.enter_context(start_scorer(config, console, logs, [*prompts.prompts, *held_out]))
+        scorer = stack.enter_context(start_scorer(config, console, logs, [*prompts.prompts, *held_out, *gate]))
         placement = stack.enter_context(reserve(config, layout, console, logs))
         from lora_rl.rollout.launch import start_engine, start_engines, sync_backend
         from lora_rl.rollout.pool import EnginePool, Supervision
@@ -217,6 +253,7 @@ def start_job(
             probes=probes,
             start=start,
             identity=same or {},
+            gate_prompts=gate,
             facts={**facts, **{f"model/{k}": v for k, v in description.items()}},
         )
 
@@ -269,11 +306,16 @@ def start_adapter(config: RunConfig) -> PeftAdapter | None:
 
 def restore_policy(resume: Checkpoint, policy: PolicyGroup, layout: Layout) -> None:
     """Give the ranks the adapters and the training state of a checkpoint."""
+    from lora_rl.policy.merged_jumps import without_jumps
     from lora_rl.policy.state import PolicyState
+    from lora_rl.train.extrapolation_state import merged_jumps
 
     state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random, resume.svd)
     same = resume.layout == {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-    policy.load_state(resume.adapter, state, same_layout=same)
+    jumps = merged_jumps(resume.extrapolation) if resume.extrapolation is not None else []
+    policy.load_state(without_jumps(resume.adapter, len(jumps)), state, same_layout=same)
+    if jumps:
+        policy.extrapolation("set_merged", jumps)
 
 
 def build_processes(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_rl.config.layout import Layout
     from lora_rl.config.schema import PeftConfig
     from lora_rl.data import PromptSource
+    from lora_rl.train.extrapolation_state import SavedExtrapolation
     from lora_rl.train.job import Job
     from lora_rl.train.sft import SftJob
 
@@ -160,12 +161,14 @@ def take(
     cursor: dict[str, Any],
     version: int = 0,
     payload: str = "",
+    extrapolation: SavedExtrapolation | None = None,
 ) -> Checkpoint:
     """A checkpoint of a job after a step.
 
     Args:
         cursor: state of the prompts' order.
         version, payload: of the last push to the engines, where there are any.
+        extrapolation: see `lora_rl.train.extrapolation_state`.
         record: what was logged for the step; holds the ranking metric where it was measured.
         metrics: metrics.jsonl.
     """
@@ -174,6 +177,9 @@ def take(
     from lora_rl.config import resolved_yaml
 
     adapter, state = job.policy.state()
+    if extrapolation is not None and extrapolation[0]["merged"]:
+        # What it computes on the base model as it is on disk; its own ranks come first.
+        adapter = job.policy.extrapolation("whole_adapter")
     name = config.checkpointing.metric_name
     return Checkpoint(
         step=step,
@@ -191,5 +197,6 @@ def take(
         config=resolved_yaml(config),
         metrics=metrics.read_bytes(),
         start=job.start,
+        extrapolation=extrapolation,
         score=record.get(name) if name else None,
     )

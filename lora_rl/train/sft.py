@@ -15,6 +15,7 @@ from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
 from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep, keep_adapter, number_of_steps
+from lora_rl.train.job import Data
 from lora_rl.train.resume import Stop, is_save_step, take
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from lora_rl.config.layout import Layout
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.group import PolicyGroup
-    from lora_rl.train.job import Data
 
 
 MODEL_FOLDER = "model"
@@ -41,9 +41,7 @@ class SftJob:
     facts: dict[str, float]
 
 
-def load_examples(
-    config: RunConfig, warn: Callable[[str], None] = lambda _: None
-) -> tuple[Tokenizer, PromptSource, list[Prompt]]:
+def load_examples(config: RunConfig, warn: Callable[[str], None] = lambda _: None) -> Data:
     """Tokenizer, training examples, held-out examples; from `sft.train_path`, or else from the source of `data`.
 
     Args:
@@ -75,7 +73,7 @@ def load_examples(
         drop_too_long(part, limit, what, warn, length=lambda prompt: len(_tokens(prompt, tokenizer)))
         for part in (train, held_out)
     )
-    return tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out
+    return Data(tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out)
 
 
 def example_batch(examples: Sequence[Prompt], tokenizer: Tokenizer) -> TrainBatch:
@@ -203,7 +201,7 @@ def _start(
     from lora_rl.train.job import build_processes, restore_policy, start_adapter
     from lora_rl.train.resources import reserve
 
-    tokenizer, prompts, held_out = data
+    tokenizer, prompts, held_out, _ = data
     if resume is not None:
         prompts.load_state_dict(resume.cursor)
     start = resume.start if resume is not None else start_adapter(config)

@@ -10,8 +10,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # From the top down. A package may import itself and those after it.
-LAYERS = ["train", "rollout", "policy", "sync", "lora", "cluster", "rewards", "data", "algorithm", "track", "config"]
-LIGHT = ["config", "algorithm", "rewards", "data", "track"]
+LAYERS = [
+    "train",
+    "rollout",
+    "policy",
+    "sync",
+    "lora",
+    "next",
+    "cluster",
+    "rewards",
+    "data",
+    "algorithm",
+    "track",
+    "config",
+]
+LIGHT = ["config", "algorithm", "next", "rewards", "data", "track"]
 HEAVY = {"ray", "vllm", "megatron"}
 EXAMPLE_LINES = 120
 

@@ -4,6 +4,7 @@ from lora_rl.config.schema.base import Section
 from lora_rl.config.schema.data import AdditionConfig, DataConfig, ReasoningGymConfig, ReasoningGymTask, SFTConfig
 from lora_rl.config.schema.generation import GenerationConfig, VllmConfig, WeightSyncConfig
 from lora_rl.config.schema.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, LossConfig, RewardShapingConfig
+from lora_rl.config.schema.next import NextConfig, NextGateConfig, NextPredictorConfig, NextWatchConfig
 from lora_rl.config.schema.policy import (
     MegatronConfig,
     OptimizerConfig,
@@ -32,6 +33,10 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "MegatronConfig",
+    "NextConfig",
+    "NextGateConfig",
+    "NextPredictorConfig",
+    "NextWatchConfig",
     "OptimizerConfig",
     "PeftConfig",
     "PolicyConfig",

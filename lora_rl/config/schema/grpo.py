@@ -6,6 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lora_rl.config.schema.base import Section
+from lora_rl.config.schema.next import NextConfig
 
 
 class AsyncGRPOConfig(Section):
@@ -90,6 +91,7 @@ class GRPOConfig(Section):
     )
     seed: NonNegativeInt = Field(42, description="Seed of sampling, adapter initialisation and data order.")
     async_grpo: AsyncGRPOConfig = Field(default_factory=AsyncGRPOConfig)
+    next: NextConfig = Field(default_factory=NextConfig)
 
 
 class LossConfig(Section):

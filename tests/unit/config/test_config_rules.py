@@ -42,6 +42,9 @@ PLUS_PLUS = "grpo.adv_estimator.name=reinforce_plus_plus"
 SHAPING = "grpo.reward_shaping"
 RAMP = (f"{SHAPING}.enabled=true", f"{SHAPING}.overlong_buffer_penalty=1.0")
 
+NEXT = "grpo.next"
+JUMPS = f"{NEXT}.enabled=true"
+
 # Not among the cases: several keys are wrong at once.
 GDPO = ["grpo.adv_estimator.name=gdpo", *RAMP, f"{SHAPING}.overlong_buffer_length=2", f"{LOSS}.use_kl_in_reward=true"]
 
@@ -459,6 +462,39 @@ CASES = [
         "every completion is truncated and none is left",
         "false",
     ),
+    ([JUMPS, f"{NEXT}.snapshots=6"], f"{NEXT}.snapshots", "auto and its back-test need at least 7 snapshots", 7),
+    (
+        [JUMPS, f"{NEXT}.predictor.type=linear", f"{NEXT}.snapshots=5"],
+        f"{NEXT}.snapshots",
+        "need at least 6 snapshots with grpo.next.horizon = 3",
+        6,
+    ),
+    (
+        [JUMPS, f"{NEXT}.interval=25"],
+        f"{NEXT}.interval",
+        "after 25 x 9 = 225 steps, and the run ends after 100; use fewer grpo.next.snapshots or a value below 12",
+        11,
+    ),
+    ([JUMPS, f"{NEXT}.alphas=[]"], f"{NEXT}.alphas", "must name at least one length", "[1.0]"),
+    ([JUMPS, f"{NEXT}.alphas=[1.0, 1.0]"], f"{NEXT}.alphas", "names a length twice", "[1.0]"),
+    (
+        [JUMPS, f"{NEXT}.gate.enabled=false", f"{NEXT}.alphas=[1.0, 2.0]"],
+        f"{NEXT}.alphas",
+        "nothing chooses between them",
+        "[1.0]",
+    ),
+    (
+        [JUMPS, f"{SYNC}.mode=adapter_merge", f"{NEXT}.write_back=merge"],
+        f"{NEXT}.write_back",
+        "never reach the engines in policy.generation.weight_sync.mode adapter_merge",
+        "adapter",
+    ),
+    (
+        [JUMPS, SVD_ON, f"{PEFT}.adapter_path={ADAPTER}"],
+        f"{NEXT}.enabled",
+        "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes",
+        "false",
+    ),
     # SVD-LoRA
     ([SVD_ON], f"{PEFT}.adapter_path", "trains the singular values of a trained adapter; give its PEFT", None),
     ([f"{SVD}.mode=core"], f"{SVD}.mode", "has no effect while policy.megatron_cfg.peft.svd.enabled", "product"),
@@ -821,3 +857,25 @@ def test_the_folder_of_several_splits_names_one(refused, tmp_path):
 def test_a_misspelt_file_gets_the_near_one(refused):
     violation = refused("data.task=null", f"data.train_path={DATA.with_name('sum.jsonl')}")["data.train_path"]
     assert violation.hints == (str(DATA),)
+
+
+def test_a_preset_fills_what_is_not_set(config_file, tmp_path):
+    plain = load_config(config_file).grpo.next
+    assert not plain.enabled
+    assert plain == load_config(config_file, [f"{NEXT}.preset=default"]).grpo.next
+    paper = [f"{NEXT}.preset=paper", f"{NEXT}.predictor.epochs=7"]
+    config = load_config(config_file, paper)
+    section = config.grpo.next
+    assert (section.interval, section.snapshots, section.horizon, section.alphas) == (10, 15, 5, [1.5])
+    assert (section.predictor.type, section.predictor.learning_rate, section.predictor.epochs) == ("nextmlp", 2e-5, 7)
+    assert (section.gate.enabled, section.gate.num_prompts, section.watch.patience) == (False, 128, 0)
+    assert (section.min_backtest_cos, section.write_back) == (None, "merge")
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved_yaml(config))
+    assert load_config(again) == config
+
+
+def test_a_wrong_preset_is_one_mistake(refused):
+    violations = refused(f"{NEXT}.preset=papper")
+    assert list(violations) == [f"{NEXT}.preset"]
+    assert violations[f"{NEXT}.preset"].hints == ("paper",)

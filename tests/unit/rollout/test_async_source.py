@@ -427,6 +427,37 @@ def test_what_was_not_trained_on_is_drawn_again_after_a_restart(new: Callable[..
     assert resumed.state_dict()["drawn"] == 12
 
 
+def test_halting_gives_up_everything_and_loses_nothing(new: Callable[..., Any]) -> None:
+    """Three versions are pushed between two steps; what is trained on afterwards is of the last, and not old."""
+    source, engines = new(1)
+    step = Step(source)
+    settled(engines, 8)
+    for number in (0, 1, 2, 4, 6):
+        engines.answer(number)
+    assert step.groups() == [0, 1, 2, 4]
+    push(source, engines)
+    until(lambda: not source._scoring)
+    running = [engines.open[n][1] for n in (3, 5, 7)]
+    with source.halted():
+        assert all(future.cancelled() for future in running)
+        for _ in range(3):
+            push(source, engines)
+            time.sleep(0.05)
+            assert not engines.open
+        state = source.state_dict()
+    step = Step(source)
+    settled(engines, 8)
+    engines.answer_all()
+    # Running (3, 5, 7) and buffered (6) first, with the requests they had before.
+    assert step.groups() == [3, 5, 6, 7]
+    assert engines.submitted[8:12] == [engines.submitted[n] for n in (3, 5, 6, 7)]
+    assert {r.completion.weight_version for r in step.rollouts} == {5}
+    metrics = source.metrics()
+    assert (metrics["rollout/age_max"], metrics["rollout/dropped_groups"], metrics["rollout/stale_groups"]) == (0, 4, 0)
+    # A checkpoint within would draw them again, too.
+    assert [number for number, *_ in state["open"]] == [3, 5, 6, 7]
+
+
 def sync_source(model: Path, tokenizer: Tokenizer, *overrides: str) -> tuple[SyncRolloutSource, Decided]:
     engines = Decided(tokenizer)
     queue = PromptQueue(PromptSource([prompt(str(n)) for n in range(40)], shuffle=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -26,6 +27,14 @@ def test_what_is_given_back_comes_first_as_another_attempt() -> None:
     assert (again.group_id, again.prompt, again.attempt) == (1, first[1].prompt, 1)
     assert (fresh.group_id, fresh.attempt) == (3, 0)
     assert queue.drawn == 4
+
+
+def test_what_is_put_back_comes_first_as_the_same_attempt() -> None:
+    queue = new_queue()
+    first = queue.draw(4)
+    queue.give_back(first[3])
+    queue.put_back([first[2], first[0]])
+    assert queue.draw(3) == [first[0], first[2], dataclasses.replace(first[3], attempt=1)]
 
 
 @settings(max_examples=50, deadline=None)

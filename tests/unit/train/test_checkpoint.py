@@ -50,6 +50,7 @@ def make(step: int, score: float | None = None) -> Checkpoint:
         layout={"tp": 1, "pp": 1, "dp": 1},
         config="grpo: {}\n",
         metrics=b'{"step": 0}\n',
+        extrapolation=({"origin": step, "taken": None}, {"snapshot.0.x.a": random(2, 4)}) if step % 2 else None,
         score=score,
         svd={"decoder.layers.0.self_attention.linear_qkv.theta": random(2)},
     )

@@ -10,6 +10,8 @@ import pytest
 from lora_rl.train.job import load_data
 from tests.support.configs import tiny_config
 
+PAPER_FITS = ["grpo.next.interval=2", "grpo.next.write_back=adapter"]
+
 
 def write(folder: Path, *prompts: str) -> str:
     path = folder / "data.jsonl"
@@ -22,7 +24,7 @@ def test_a_prompt_must_leave_room_for_a_completion(models: dict[str, Path], tmp_
     rows = write(tmp_path, "a" * 56, "b" * 57, "c" * 60, *(f"d{n}" for n in range(20)))
     config = tiny_config(models["tied"], "data.task=null", rows, "data.validation_split=0.3")
     warnings: list[str] = []
-    tokenizer, prompts, held_out = load_data(config, warnings.append)
+    tokenizer, prompts, held_out, _ = load_data(config, warnings.append)
     lengths = [len(p.token_ids) for p in (*prompts.prompts, *held_out)]
     assert len(lengths) == 21 and max(lengths) == 56
     assert sum(int(w.split()[0]) for w in warnings) == 2
@@ -38,7 +40,7 @@ def test_validation_needs_prompts(models: dict[str, Path], tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"no held-out prompts: set data\.val_path or data\.validation_split"):
         load_data(tiny_config(models["tied"], *overrides))
     overrides += ["grpo.val_at_start=false", "grpo.val_period=0"]
-    _, prompts, held_out = load_data(tiny_config(models["tied"], *overrides))
+    _, prompts, held_out, _ = load_data(tiny_config(models["tied"], *overrides))
     assert (len(prompts), held_out) == (5, [])
 
 
@@ -46,7 +48,7 @@ def test_fewer_prompts_than_a_step_are_reported_and_used(models: dict[str, Path]
     off = ["grpo.val_at_start=false", "grpo.val_period=0"]
     warnings: list[str] = []
     config = tiny_config(models["tied"], "data.task=null", write(tmp_path, "a", "b", "c"), *off)
-    _, prompts, _ = load_data(config, warnings.append)
+    _, prompts, _, _ = load_data(config, warnings.append)
     assert warnings == [
         "3 training prompts are fewer than grpo.num_prompts_per_step = 4: every step sees some of them more than once"
     ]
@@ -57,7 +59,25 @@ def test_the_configured_chat_template_is_used(models: dict[str, Path], tmp_path:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     chat = [f"policy.tokenizer.chat_template={template}", "data.prompt_mode=chat"]
-    _, prompts, _ = load_data(tiny_config(models["tied"], *chat))
+    _, prompts, _, _ = load_data(tiny_config(models["tied"], *chat))
     assert prompts.prompts[0].text == "<10+10=>"
     with pytest.raises(ValueError, match=r"set policy\.tokenizer\.chat_template to a Jinja file"):
         load_data(tiny_config(models["tied"], "data.prompt_mode=chat"))
+
+
+def test_prompts_of_the_gate_are_neither_trained_nor_validated_on(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = write(tmp_path, *(f"d{n}" for n in range(60)))
+    settings = ["data.task=null", rows, "data.validation_split=0.3"]
+    plain = load_data(tiny_config(models["tied"], *settings))
+    assert plain.gate == []
+    jumps = ["grpo.next.enabled=true", "grpo.max_num_steps=100", "grpo.next.gate.num_prompts=16"]
+    data = load_data(tiny_config(models["tied"], *settings, *jumps))
+    assert len(data.gate) == 16
+    assert {p.id for p in data.gate} | {p.id for p in data.prompts.prompts} == {p.id for p in plain.prompts.prompts}
+    assert not {p.id for p in data.gate} & {p.id for p in (*data.prompts.prompts, *data.held_out)}
+    assert data.held_out == plain.held_out
+    assert load_data(tiny_config(models["tied"], *settings, *jumps)).gate == data.gate
+    unmeasured = load_data(tiny_config(models["tied"], *settings, *jumps, "grpo.next.preset=paper", *PAPER_FITS))
+    assert unmeasured.gate == []
+    with pytest.raises(ValueError, match=r"grpo\.next\.gate\.num_prompts: 32 of 4\d training prompts would be set"):
+        load_data(tiny_config(models["tied"], *settings, *jumps, "grpo.next.gate.num_prompts=32"))

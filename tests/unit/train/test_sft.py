@@ -120,7 +120,7 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_files_with_other_keys(models: dict[str, Path], tmp_path: Path) -> None:
     path = write(tmp_path, '{"q": "é?", "a": "ja"}\n{"q": "b", "a": "c", "more": 1}\n')
     keys = [f"sft.train_path={path}", "sft.prompt_key=q", "sft.answer_key=a"]
-    tokenizer, prompts, held_out = load_examples(as_sft(tiny_config(models["tied"], *keys)))
+    tokenizer, prompts, held_out, _ = load_examples(as_sft(tiny_config(models["tied"], *keys)))
     assert [(p.text, p.answer) for p in prompts.prompts] == [("é?", "ja"), ("b", "c")]
     assert held_out == []
     assert tokenizer.decode(prompts.prompts[0].token_ids) == "é?"
@@ -128,7 +128,7 @@ def test_files_with_other_keys(models: dict[str, Path], tmp_path: Path) -> None:
         load_examples(as_sft(tiny_config(models["tied"], *keys, f"sft.val_path={path}")))
     keys += ["policy.max_total_sequence_length=5", "policy.generation.max_new_tokens=1"]
     short, warnings = as_sft(tiny_config(models["tied"], *keys)), []
-    _, prompts, _ = load_examples(short, warnings.append)
+    _, prompts, _, _ = load_examples(short, warnings.append)
     assert [p.text for p in prompts.prompts] == ["b"]
     (warning,) = warnings
     assert "1 of 2 prompts have more than 5 tokens" in warning and "the longest has 6" in warning
@@ -137,10 +137,10 @@ def test_files_with_other_keys(models: dict[str, Path], tmp_path: Path) -> None:
 def test_examples_come_from_the_source_of_data_too(models: dict[str, Path], tmp_path: Path) -> None:
     path = write(tmp_path, "".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(40)))
     config = as_sft(tiny_config(models["tied"], "data.task=null", f"data.train_path={path}"))
-    _, prompts, held_out = load_examples(config)
+    _, prompts, held_out, _ = load_examples(config)
     assert (len(prompts), held_out) == (40, [])
     split = as_sft(tiny_config(models["tied"], f"sft.train_path={path}", "data.validation_split=0.3"))
-    _, prompts, held_out = load_examples(split)
+    _, prompts, held_out, _ = load_examples(split)
     assert len(prompts) + len(held_out) == 40 and held_out
 
 

@@ -1,0 +1,78 @@
+"""Rules of `grpo.next`: a trajectory that is long enough, and jumps that can be told from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_rl.config.errors import Violation
+from lora_rl.config.schema import RunConfig
+
+PREFIX = "grpo.next"
+
+
+def trajectory_can_be_predicted(config: RunConfig) -> Iterator[Violation]:
+    """A back-test predicts from the past what is known by now, and learning needs examples before that."""
+    section = config.grpo.next
+    if section.enabled and section.snapshots < section.least_snapshots:
+        what = "its back-test" if section.is_backtested else "its examples"
+        problem = (
+            f"predictor {section.predictor.type} and {what} need at least {section.least_snapshots} snapshots with "
+            f"{PREFIX}.horizon = {section.horizon}; use that many, or a smaller horizon"
+        )
+        yield Violation(f"{PREFIX}.snapshots", problem, section.snapshots)
+
+
+def run_comes_to_a_proposal(config: RunConfig) -> Iterator[Violation]:
+    """The first proposal needs all snapshots, and a step after it to be of use."""
+    section, steps = config.grpo.next, config.grpo.max_num_steps
+    first = section.interval * section.snapshots
+    if section.enabled and first >= steps:
+        problem = (
+            f"the first jump would be proposed after {section.interval} x {section.snapshots} = {first} steps, and the "
+            f"run ends after {steps}; use fewer {PREFIX}.snapshots or a value below {-(-steps // section.snapshots)}"
+        )
+        yield Violation(f"{PREFIX}.interval", problem, section.interval)
+
+
+def alphas_can_be_compared(config: RunConfig) -> Iterator[Violation]:
+    """Only the gate can choose between several lengths of a jump."""
+    section = config.grpo.next
+    if not section.enabled:
+        return
+    if not section.alphas:
+        yield Violation(f"{PREFIX}.alphas", "must name at least one length; use [1.0], say", section.alphas)
+    elif len(set(section.alphas)) < len(section.alphas):
+        yield Violation(f"{PREFIX}.alphas", "names a length twice; leave one of them out", section.alphas)
+    elif len(section.alphas) > 1 and not section.gate.enabled:
+        problem = f"without {PREFIX}.gate.enabled nothing chooses between them; use one, such as [1.0]"
+        yield Violation(f"{PREFIX}.alphas", problem, section.alphas)
+
+
+def jumps_fit_the_adapters(config: RunConfig) -> Iterator[Violation]:
+    """A jump changes singular vectors."""
+    if config.grpo.next.enabled and config.policy.megatron_cfg.peft.svd.enabled:
+        problem = (
+            "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes; set one of the two to "
+            "false"
+        )
+        yield Violation(f"{PREFIX}.enabled", problem, True)
+
+
+def merged_jumps_reach_the_engine(config: RunConfig) -> Iterator[Violation]:
+    """Where engines merge or serve adapters themselves, their frozen weights are those on disk."""
+    mode = config.policy.generation.weight_sync.mode
+    if config.grpo.next.enabled and config.grpo.next.write_back == "merge" and mode != "merged":
+        problem = (
+            f"changes weights that never reach the engines in policy.generation.weight_sync.mode {mode}; use adapter, "
+            "or the mode merged"
+        )
+        yield Violation(f"{PREFIX}.write_back", problem, "merge")
+
+
+NEXT_RULES = (
+    jumps_fit_the_adapters,
+    trajectory_can_be_predicted,
+    run_comes_to_a_proposal,
+    alphas_can_be_compared,
+    merged_jumps_reach_the_engine,
+)

@@ -1,0 +1,201 @@
+"""A job around one real Megatron rank whose "training" walks along a given path and whose reward is known.
+
+Everything of an extrapolation is real - snapshots, back-test, gate, watch, adapters, optimizer state - except who
+moves the weights and what completions say: a reward that falls with the distance of the weights from a target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.support.lab import LARGE_B, new_rank
+from tests.support.rollouts import prompt, rollout
+
+PROMPTS = 16
+
+
+class LocalPolicy:
+    """The methods of `PolicyGroup` that an extrapolation calls, on the rank in this process."""
+
+    def __init__(self, config: Any) -> None:
+        from lora_rl.policy.extrapolation import RankExtrapolation
+
+        self.config = config
+        self.rank = new_rank(config, b_std=LARGE_B)
+        section = config.grpo.next
+        self._extrapolation = RankExtrapolation(self.rank, capacity=section.snapshots + 1, horizon=section.horizon)
+        self.layout = SimpleNamespace(tp=1, pp=1, dp=1)
+        self.gradient_step(0)
+        self._start = {n: tuple(w.detach().clone() for w in pair) for n, pair in self._weights().items()}
+
+    def extrapolation(self, method: str, *args: Any) -> Any:
+        return getattr(self._extrapolation, method)(*args)
+
+    def state(self) -> tuple[Any, Any]:
+        from lora_rl.policy.export import export_peft
+        from lora_rl.policy.state import gather_state
+
+        return export_peft(self.rank.model), gather_state(self.rank)
+
+    def load_state(self, adapter: Any, state: Any, *, same_layout: bool) -> None:
+        from lora_rl.policy.export import import_peft
+        from lora_rl.policy.state import load_state
+
+        import_peft(self.rank.model, adapter)
+        load_state(self.rank, state, with_random=same_layout)
+
+    def logprobs(self, batch: Any) -> np.ndarray:
+        return self.rank.logprobs(batch, [list(range(len(batch)))])
+
+    def gradient_step(self, seed: int) -> None:
+        """A real optimizer step, so that there are moments to come back to."""
+        from tests.support.batches import make_batch, one_microbatch
+
+        batch = make_batch(seed)
+        shards, cuts = one_microbatch(batch, 1)
+        self.rank.train_step(shards[0], cuts[0])
+
+    def walk(self, share: float) -> None:
+        """Put the weights at this share of their way, along which the first column of every B doubles in length."""
+        import torch
+
+        with torch.no_grad():
+            for name, (a, b) in self._weights().items():
+                a.copy_(self._start[name][0])
+                b.copy_(self._start[name][1])
+                b[:, 0] += share * self._start[name][1][:, 0]
+
+    def progress(self) -> float:
+        """Where the weights are on that way, whatever brought them there: <W - W_0, W_1 - W_0> over its square."""
+        inner = total = 0.0
+        for name, (a, b) in self._weights().items():
+            start_a, start_b = (x.double() for x in self._start[name])
+            way = start_b[:, :1] @ start_a[:1]
+            inner += float(((b.detach().double() @ a.detach().double() - start_b @ start_a) * way).sum())
+            total += float((way**2).sum())
+        return inner / total
+
+    def _weights(self) -> dict[str, tuple[Any, Any]]:
+        from lora_rl.lora.targets import adapter_modules
+
+        modules = adapter_modules(self.rank.model.module).items()
+        return {name: (m.linear_in.weight, m.linear_out.weight) for name, m in modules}
+
+
+@dataclass
+class Versions:
+    """Stands where `WeightSync` does."""
+
+    version: int = 1
+    pushed: list[float] = field(default_factory=list)
+    policy: Any = None
+
+    def push(self, *, after_update: bool) -> dict[str, float]:
+        self.version += 1
+        self.pushed.append(self.policy.progress())
+        return {}
+
+
+class Turns:
+    """Stands where `Turns` does; each side keeps what it has."""
+
+    def to_engines(self) -> None: ...
+    def to_trainer(self) -> None: ...
+    def to_both(self, *, generating: bool = False) -> None: ...
+
+
+@dataclass
+class KnownRewards:
+    """Stands where `Generator` does: the share of right answers is the progress of the weights that were pushed."""
+
+    weights: Versions
+    asked: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def answer(self, groups: Sequence[Any], per_prompt: int, sampling: Any, *, purpose: str) -> tuple[list, list]:
+        assert purpose == "gate"
+        self.asked.append([(g.group_id, s) for g in groups for s in range(per_prompt)])
+        right = max(0.0, min(1.0, self.weights.pushed[-1]))
+        return [
+            [rollout(g.group_id, s, right + 0.01 * math.cos(g.group_id + s)) for s in range(per_prompt)] for g in groups
+        ], []
+
+
+@dataclass
+class RecordedSource:
+    """A source that notes when it was halted and pushed to."""
+
+    events: list[str] = field(default_factory=list)
+
+    def halted(self) -> AbstractContextManager[None]:
+        self.events.append("halted")
+        return nullcontext()
+
+    def before_push(self, version: int) -> None:
+        self.events.append(f"push {version}")
+
+    def after_push(self) -> None: ...
+
+
+class Life:
+    """A job whose step s brings the weights to the share 1 - exp(-s / 12) of the way."""
+
+    def __init__(self, config: Any, *, poison: float = 1.0) -> None:
+        from lora_rl.next.predictors import Saturating
+        from lora_rl.track import Console, PhaseTimer
+        from lora_rl.train.extrapolate import Extrapolation
+
+        class Poisoned:
+            def predict(self, known: Any) -> Any:
+                return {n: p.times(poison) for n, p in Saturating().predict(known).items()}
+
+        self.policy = LocalPolicy(config)
+        self.weights = Versions(policy=self.policy)
+        self.generator = KnownRewards(self.weights)
+        self.source = RecordedSource()
+        self.out = StringIO()
+        job: Any = SimpleNamespace(
+            policy=self.policy,
+            weights=self.weights,
+            turns=Turns(),
+            generator=self.generator,
+            gate_prompts=[prompt(str(n)) for n in range(PROMPTS)],
+        )
+        console = Console("plain", 30, stream=self.out)
+        self.extrapolation = Extrapolation(job, config, console, PhaseTimer(), among={"poisoned": Poisoned()})
+
+    def step(self, number: int) -> dict[str, float]:
+        """One step: the rest of the way shrinks by the same factor, wherever the weights are."""
+        reward = max(0.0, min(1.0, self.policy.progress()))
+        share = self.policy.progress()
+        self.policy.gradient_step(number)
+        self.policy.walk(1 - (1 - share) * math.exp(-1 / 12))
+        self.weights.push(after_update=True)
+        done = [rollout(n, s, reward) for n in range(4) for s in range(2)]
+        return self.extrapolation.after_step(number, done, done, {"optimizer_steps": 1.0}, self.source)
+
+
+def picture(policy: LocalPolicy) -> dict[str, Any]:
+    """Everything that a way back must bring back."""
+    adapter, state = policy.state()
+    return {
+        "adapter": {f"{n}.{k}": getattr(t, k).clone() for n, t in adapter.tensors.items() for k in "ab"},
+        "moments": state.moments,
+        "random": state.random,
+        "counters": state.counters,
+    }
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two pictures are the same bit for bit."""
+    return one["counters"] == other["counters"] and all(
+        one[part].keys() == other[part].keys() and all(t.equal(other[part][k]) for k, t in one[part].items())
+        for part in ("adapter", "moments", "random")
+    )

@@ -1,0 +1,179 @@
+"""Jumps in a job around a real rank: taken when they help, refused or undone bit for bit when they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rl.config import RunConfig
+from tests.support.configs import tiny_config
+from tests.support.models import make_model
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+NEXT = "grpo.next"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), layers=2)
+
+
+def config_for(model: Path, *overrides: str) -> RunConfig:
+    settings = ("enabled=true", "interval=1", "snapshots=6", "horizon=2", "predictor.type=saturating")
+    more = ("gate.num_prompts=16", "gate.num_generations=2", "gate.max_kl=10", "watch.patience=3", "alphas=[0.5, 1.0]")
+    return tiny_config(model, "grpo.max_num_steps=30", *(f"{NEXT}.{o}" for o in (*settings, *more, *overrides)))
+
+
+def without_gate(*overrides: str) -> tuple[str, ...]:
+    return ("gate.enabled=false", "alphas=[1.0]", "min_backtest_cos=null", "damping=false", *overrides)
+
+
+def lives(config: RunConfig, poison: float, steps: int) -> dict[str, Any]:
+    """Live some steps; what was decided, and pictures of the policy before and after the sixth step's decision."""
+    from tests.support.extrapolation import Life, equal, picture
+
+    life = Life(config, poison=poison)
+    life.extrapolation.start()
+    records, pictures, before = [], [], None
+    for step in range(1, steps + 1):
+        own = life.extrapolation._snapshot
+
+        def seen(number: int, source: Any, own: Any = own) -> Any:
+            nonlocal before
+            before = picture(life.policy)
+            return own(number, source)
+
+        life.extrapolation._snapshot = seen
+        records.append(life.step(step))
+        life.extrapolation._snapshot = own
+        pictures.append((before, picture(life.policy)))
+    return {
+        "records": records,
+        "unchanged": [equal(x, y) for x, y in pictures],
+        "versions": [int(e.split()[1]) for e in life.source.events if e.startswith("push")],
+        "halted": life.source.events.count("halted"),
+        "pushed": life.weights.pushed,
+        "asked": life.generator.asked,
+        "said": life.out.getvalue(),
+        "ledger": life.extrapolation.ledger,
+    }
+
+
+def test_a_jump_that_helps_is_measured_taken_and_kept(model: Path) -> None:
+    lived = run_ranks(lives, config_for(model), 1.0, 10)[0]
+    sixth = lived["records"][5]
+    assert sixth["next/backtest_cos_poisoned"] > 0.9
+    assert sixth["next/gate_gain_1"] > sixth["next/gate_gain_0.5"] > 0.02
+    assert sixth["next/alpha"] == 1.0
+    assert sixth["next/gate_kl_1"] > sixth["next/gate_kl_0.5"] > 0
+    assert [r.get("next/alpha") for r in lived["records"]].count(None) == 9
+    assert lived["records"][8]["next/kept"] == 1.0
+    # Pushes of two alphas and of the jump, each a new version.
+    assert lived["versions"] == sorted(set(lived["versions"]))
+    assert len(lived["versions"]) == 3
+    # Always the same prompts and seeds: without a jump, and with each alpha.
+    assert len(lived["asked"]) == 3
+    assert lived["asked"][0] == lived["asked"][1] == lived["asked"][2]
+    assert lived["unchanged"] == [True] * 5 + [False] + [True] * 4
+    ledger = lived["ledger"]
+    assert (ledger.proposed, ledger.accepted, ledger.rolled_back, ledger.wasted_steps) == (1, 1, 0, 0)
+    assert ledger.optimizer_steps == 10
+    # 8 rollouts of 2 tokens a step, after prompts of 2; 32 in the gate, three times, scored as often.
+    assert (ledger.generated_tokens, ledger.trained_tokens) == (10 * 16, 10 * 32)
+    assert (ledger.gate_generated_tokens, ledger.gate_scored_tokens) == (3 * 64, 3 * 128)
+    assert lived["records"][-1]["next/tokens"] == ledger.tokens == 480 + 192 + 384
+    assert "jump of" in lived["said"] and "jump kept" in lived["said"]
+
+
+@pytest.mark.slow
+def test_a_poisoned_proposal_does_not_pass_the_back_test(model: Path) -> None:
+    lived = run_ranks(lives, config_for(model), -1.0, 6)[0]
+    assert lived["records"][5]["next/backtest_cos_poisoned"] < -0.9
+    assert "supports no prediction" in lived["said"]
+    assert lived["unchanged"] == [True] * 6
+    assert lived["versions"] == []
+
+
+def test_a_poisoned_proposal_does_not_pass_the_gate(model: Path) -> None:
+    lived = run_ranks(lives, config_for(model, "min_backtest_cos=null", "damping=false"), -1.0, 6)[0]
+    assert lived["records"][5]["next/alpha"] == 0.0
+    assert lived["records"][5]["next/gate_gain_1"] < 0
+    assert "no jump: alpha 0.5: mean reward changes by -" in lived["said"]
+    assert lived["unchanged"] == [True] * 6
+    # The engines get the old weights back, as a new version.
+    assert lived["versions"] == sorted(set(lived["versions"]))
+    assert lived["pushed"][-1] == lived["pushed"][-4]
+
+
+def undone(config: RunConfig, resume: bool) -> dict[str, Any]:
+    """A poisoned jump that nothing measures, watched; with `resume` the run is stopped within the watch."""
+    from tests.support.extrapolation import Life, equal, picture
+
+    life = Life(config, poison=-2.0)
+    life.extrapolation.start()
+    for step in range(1, 6):
+        life.step(step)
+    kept = {}
+    own = life.extrapolation._snapshot
+
+    def seen(number: int, source: Any) -> Any:
+        kept["before"] = picture(life.policy)
+        return own(number, source)
+
+    life.extrapolation._snapshot = seen
+    taken = life.step(6)
+    life.extrapolation._snapshot = own
+    jumped = picture(life.policy)
+    records = [taken, life.step(7)]
+    if resume:
+        from lora_rl.train.extrapolation_state import load_extrapolation, save_extrapolation
+
+        saved, now = save_extrapolation(life.extrapolation, life.policy), life.policy.state()
+        other = Life(config, poison=-2.0)
+        other.policy.load_state(*now, same_layout=True)
+        other.weights.version, other.weights.pushed = life.weights.version, list(life.weights.pushed)
+        load_extrapolation(other.extrapolation, saved, other.policy)
+        assert other.extrapolation.ledger.state_dict() == life.extrapolation.ledger.state_dict()
+        life = other
+    version = life.weights.version
+    records += [life.step(step) for step in (8, 9)]
+    return {
+        "records": records,
+        "jumped": not equal(kept["before"], jumped),
+        "back": equal(kept["before"], picture(life.policy)),
+        "versions": (version, life.weights.version),
+        "ledger": life.extrapolation.ledger,
+        "said": life.out.getvalue(),
+        "origin": life.extrapolation.origin,
+    }
+
+
+@pytest.mark.parametrize("resume", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_poisoned_jump_that_was_taken_is_undone_bit_for_bit(model: Path, resume: bool) -> None:
+    lived = run_ranks(undone, config_for(model, *without_gate("watch.tolerance=0.0")), resume)[0]
+    assert lived["records"][0]["next/alpha"] == 1.0
+    assert lived["jumped"]
+    at = next(n for n, r in enumerate(lived["records"]) if r.get("next/undone"))
+    assert at == 3
+    assert lived["back"]
+    # Two pushes of steps, and the old weights as a new version after them.
+    before, after = lived["versions"]
+    assert after == before + 3
+    ledger = lived["ledger"]
+    assert (ledger.accepted, ledger.rolled_back, ledger.wasted_steps) == (1, 1, 3)
+    assert "the last jump is undone, with 3 optimizer steps since" in lived["said"]
+    assert lived["origin"] == 9
+
+
+@pytest.mark.slow
+def test_the_preset_of_the_paper_jumps_once_unmeasured(model: Path) -> None:
+    settings = ("preset=paper", "write_back=adapter", "interval=1", "snapshots=6", "horizon=2", "predictor.epochs=5")
+    config = tiny_config(model, "grpo.max_num_steps=30", *(f"{NEXT}.{o}" for o in ("enabled=true", *settings)))
+    lived = run_ranks(lives, config, 1.0, 14)[0]
+    assert [n for n, r in enumerate(lived["records"], 1) if r.get("next/alpha")] == [6]
+    assert lived["records"][5]["next/alpha"] == 1.5
+    assert lived["asked"] == []
+    assert lived["ledger"].accepted == 1
