@@ -91,6 +91,7 @@ def facts(config: RunConfig, steps: int, saved: Any = None) -> dict[str, Any]:
         "at_end": rank.logprobs(shard, cut, temperature=1.0),
         "describe": rank.describe(),
         "changed": {n for n, p in rank.model.module.named_parameters() if not p.equal(before[n])},
+        "dtypes": {p.dtype for n, p in rank.model.module.named_parameters() if ".adapter." in n},
     }
     # As while the engines have the devices: only the base model is away.
     FrozenWeights(rank.model.chunks).offload()
@@ -113,7 +114,10 @@ def facts_of_all(configs: dict[str, RunConfig], steps: int) -> dict[str, dict[st
 
 @pytest.fixture(scope="module")
 def on_one(models: dict[str, Path], sft: tuple[Path, Any]) -> dict[str, dict[str, Any]]:
-    configs = {mode: config_of(models, sft, mode) for mode in MODES}
+    # First, because Megatron-Bridge remembers which models it prepared for recomputation by their address.
+    configs = {"recomputed": config_of(models, sft, "product", "policy.megatron_cfg.activation_checkpointing=true")}
+    configs |= {mode: config_of(models, sft, mode) for mode in MODES}
+    configs["bfloat16"] = config_of(models, sft, "product", "policy.precision=bfloat16")
     configs["relative"] = config_of(models, sft, "product", f"{SVD}.parameterization=relative", f"{SVD}.sigma_lr=0.1")
     return run_ranks(facts_of_all, configs, 3)[0]
 
@@ -136,6 +140,17 @@ def test_a_run_starts_at_the_adapter_and_trains_sigma_alone(
     write_peft(tmp_path / "out", fact["last_adapter"], base_model=str(models["tied"]))
     np.testing.assert_allclose(reference_of(models["tied"], tmp_path / "out"), fact["at_end"], atol=1e-4, rtol=0)
     assert {t.scale for t in fact["last_adapter"].tensors.values()} == {4.0}
+
+
+def test_recomputation_changes_nothing_and_sigma_is_float32_over_a_bfloat16_base(
+    on_one: dict[str, dict[str, Any]],
+) -> None:
+    plain, recomputed, rough = on_one["product"], on_one["recomputed"], on_one["bfloat16"]
+    np.testing.assert_allclose(recomputed["history"], plain["history"], rtol=1e-4)
+    assert recomputed["changed"] == rough["changed"] == plain["changed"]
+    assert rough["dtypes"] == plain["dtypes"] == {torch.float32}
+    assert rough["metrics"]["kl"] == 0
+    assert rough["history"][0][1] == pytest.approx(plain["history"][0][1], rel=0.1)
 
 
 @pytest.mark.parametrize("mode", MODES)
