@@ -37,8 +37,19 @@ _GENERATION = "policy.generation"
 
 CAPABILITIES = (
     Capability(f"{_MEGATRON}.enabled", (True,), "any trainer but Megatron-Core"),
-    Capability(f"{_MEGATRON}.context_parallel_size", (1,), "context parallelism"),
+    Capability(
+        f"{_MEGATRON}.context_parallel_size",
+        (1,),
+        "context parallelism, as Megatron's own attention (the one on CPUs) refuses it, and logprobs are of whole "
+        "sequences",
+    ),
     Capability(f"{_MEGATRON}.expert_model_parallel_size", (1,), "expert parallelism"),
+    Capability(
+        "policy.sequence_packing.enabled",
+        (False,),
+        "packed sequences, as Megatron's own attention (the one on CPUs) refuses them; policy.dynamic_batching fills "
+        "microbatches by tokens",
+    ),
     Capability(f"{_MEGATRON}.peft.enabled", (True,), "training without adapters"),
     Capability(f"{_GENERATION}.vllm_cfg.async_engine", (True,), "an engine that serves whole batches only"),
 )

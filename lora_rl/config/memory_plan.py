@@ -37,7 +37,8 @@ def memory_plan(config: RunConfig, layout: Layout) -> MemoryPlan:
     trainer = trainer_of(config, layout, shape, facts)
     limit = device_memory(config, layout.platform)
     rank, engine = _rank(config, layout, shape, trainer), _engine(config, layout, shape, trainer, limit)
-    stage = max(shape.on_stage(s, tp=layout.tp, pp=layout.pp) for s in range(layout.pp))
+    ep = config.policy.megatron_cfg.expert_model_parallel_size
+    stage = max(shape.on_stage(s, tp=layout.tp, pp=layout.pp, ep=ep) for s in range(layout.pp))
     weights = stage * trainer.precision
     held, room = engine.weights, int((limit or 0) * config.policy.generation.vllm_cfg.gpu_memory_utilization)
     notes = [engine.capacity, *_host(config, layout, shape, weights, held)]
@@ -103,9 +104,10 @@ def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFact
 def _rank(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer) -> tuple[Item, ...]:
     """The fullest pipeline stage's items."""
     alone = layout.platform == "cuda" and layout.colocated
+    ep = config.policy.megatron_cfg.expert_model_parallel_size
 
     def items(stage: int) -> tuple[Item, ...]:
-        base = shape.on_stage(stage, tp=layout.tp, pp=layout.pp) * trainer.precision
+        base = shape.on_stage(stage, tp=layout.tp, pp=layout.pp, ep=ep) * trainer.precision
         adapters = parts.adapter_parameters(shape, trainer)
         frozen_reference = config.loss_fn.reference_policy_kl_penalty > 0 and config.loss_fn.reference_policy == "start"
         last = stage == layout.pp - 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lora_rl.config.errors import Violation
+from lora_rl.config.layout import platform_of
 from lora_rl.config.model_files import ModelFacts
 from lora_rl.config.schema import PeftConfig, RunConfig
 
@@ -77,6 +78,12 @@ def experts_are_supported(config: RunConfig, facts: ModelFacts | None) -> Iterat
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         problem = "Megatron trains a mixture of experts over tensor-parallel ranks only with it; set it to true"
         yield Violation("policy.megatron_cfg.sequence_parallel", problem, False)
+    if config.policy.generation.weight_sync.mode == "merged" and platform_of(config) == "cpu":
+        problem = (
+            "vLLM's CPU build rearranges experts when it loads them and cannot load them again; use adapter_merge or "
+            "adapter, which leave them alone"
+        )
+        yield Violation("policy.generation.weight_sync.mode", problem, "merged")
     on_experts = [name for name in EXPERT_LINEARS if adapted_layers(facts, peft)[name]]
     if on_experts:
         problem = (

@@ -61,9 +61,13 @@ class Shape:
         """Parameters of the input embedding, or of an output layer, over `parts` ranks."""
         return self.vocab * self.hidden // parts
 
-    def layer(self, parts: int = 1) -> int:
-        """Parameters of one layer over `parts` tensor-parallel ranks: linears are shared, norms and routers whole."""
-        shared = sum(inputs * outputs * copies for inputs, outputs, copies in self.linears.values())
+    def layer(self, parts: int = 1, ep: int = 1) -> int:
+        """Parameters of one layer over `parts` tensor-parallel ranks: linears are shared, norms and routers whole.
+
+        Args:
+            ep: ranks over which the experts are spread.
+        """
+        shared = sum(i * o * (copies // ep if copies > 1 else 1) for i, o, copies in self.linears.values())
         shared += self.q + 2 * self.kv if self.qkv_bias else 0
         whole = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.hidden * self.experts
         return shared // parts + whole
@@ -73,9 +77,9 @@ class Shape:
         """Parameters of the model; tied embeddings count once."""
         return self.embedding() * (1 if self.tied else 2) + self.layers * self.layer() + self.hidden
 
-    def on_stage(self, stage: int, *, tp: int, pp: int) -> int:
+    def on_stage(self, stage: int, *, tp: int, pp: int, ep: int = 1) -> int:
         """Parameters of a rank of one pipeline stage. With tied embeddings the last stage has a copy of its own."""
-        count = self.layers // pp * self.layer(tp)
+        count = self.layers // pp * self.layer(tp, ep)
         if stage == 0:
             count += self.embedding(tp)
         if stage == pp - 1:

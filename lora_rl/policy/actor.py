@@ -76,6 +76,7 @@ class PolicyActor:
             pp=megatron.pipeline_model_parallel_size,
             seed=self._config.grpo.seed,
             init_method=rendezvous,
+            ep=megatron.expert_model_parallel_size,
             store=getattr(self, "_store", None),
         )
         self.rank = PolicyRank(self._config, self._platform)

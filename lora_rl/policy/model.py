@@ -56,12 +56,14 @@ def initialise_parallel(
     pp: int,
     seed: int,
     init_method: str,
+    ep: int = 1,
     store: dist.Store | None = None,
 ) -> None:
     """Join the process group and build Megatron's tensor-, pipeline- and data-parallel groups.
 
     Args:
         init_method: torch.distributed URL all ranks agree on, such as `tcp://127.0.0.1:29500` or `file:///...`.
+        ep: data-parallel ranks that share the experts of a mixture of experts.
         store: the store behind that URL, in the process that serves it.
     """
     from megatron.core import parallel_state
@@ -72,7 +74,9 @@ def initialise_parallel(
         store = dist.TCPStore(host, int(port), is_master=False)
     meeting_point: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
     dist.init_process_group(platform.backend, rank=rank, world_size=world_size, **meeting_point)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+    )
     model_parallel_cuda_manual_seed(seed)
 
 
@@ -105,6 +109,7 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "sequence_parallel": megatron.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -20,9 +20,19 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, tp: int = 1, pp: int = 1, dp: int = 1, seed: int = 1, timeout: float = 180
+    function: Callable[..., Any],
+    *args: Any,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    seed: int = 1,
+    timeout: float = 180,
 ) -> list[Any]:
     """Call `function(*args)` on tp x pp x dp ranks with Megatron's groups built; return the results by rank.
+
+    Args:
+        ep: of the dp ranks, those that share experts.
 
     Raises:
         RankFailed: a rank raised or ended without an answer; the others are terminated.
@@ -32,7 +42,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         init = f"file://{folder}/rendezvous"
         processes = [
-            _context.Process(target=_rank, args=(function, args, rank, world, tp, pp, seed, init, results), daemon=True)
+            _context.Process(
+                target=_rank, args=(function, args, rank, world, tp, pp, ep, seed, init, results), daemon=True
+            )
             for rank in range(world)
         ]
         for process in processes:
@@ -63,6 +75,7 @@ def _rank(
     world: int,
     tp: int,
     pp: int,
+    ep: int,
     seed: int,
     init: str,
     results: Any,
@@ -75,7 +88,7 @@ def _rank(
 
     try:
         platform = prepare("cpu")
-        initialise_parallel(platform, rank=rank, world_size=world, tp=tp, pp=pp, seed=seed, init_method=init)
+        initialise_parallel(platform, rank=rank, world_size=world, tp=tp, pp=pp, seed=seed, init_method=init, ep=ep)
         value = function(*args)
         # Nobody leaves while a peer still communicates.
         dist.barrier()

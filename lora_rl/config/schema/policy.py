@@ -22,6 +22,12 @@ class DynamicBatchingConfig(Section):
     train_mb_tokens: PositiveInt = Field(8192, description="Tokens per microbatch and rank, padding included.")
 
 
+class SequencePackingConfig(Section):
+    """`policy.sequence_packing`: several sequences in one row, without padding."""
+
+    enabled: bool = Field(False, description="Pack sequences.")
+
+
 class SvdConfig(Section):
     """`policy.megatron_cfg.peft.svd`: train only the singular values of the adapter in peft.adapter_path."""
 
@@ -113,7 +119,9 @@ class MegatronConfig(Section):
     tensor_model_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer (tp).")
     pipeline_model_parallel_size: PositiveInt = Field(1, description="Consecutive groups of layers (pp).")
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence (cp).")
-    expert_model_parallel_size: PositiveInt = Field(1, description="Ranks that share the experts (ep).")
+    expert_model_parallel_size: PositiveInt = Field(
+        1, description="Data-parallel ranks that share the experts of a mixture of experts (ep)."
+    )
     sequence_parallel: bool = Field(False, description="Split layer norms along the sequence over tp ranks.")
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
@@ -148,6 +156,7 @@ class PolicyConfig(Section):
     max_total_sequence_length: PositiveInt = Field(2048, description="Longest prompt + completion, in tokens.")
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Gradients are clipped to this norm; null: off.")
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
 

@@ -26,6 +26,8 @@ MEGATRON = "policy.megatron_cfg"
 SCHEDULER = "policy.megatron_cfg.scheduler"
 VLLM = "policy.generation.vllm_cfg"
 SYNC = "policy.generation.weight_sync"
+MERGED = f"{SYNC}.mode=merged"
+MOE_ATTENTION = (MOE, f"{TARGETS}=[linear_qkv]", f"{SYNC}.mode=adapter_merge")
 COLOCATED = "policy.generation.colocated"
 OWN_GPUS = f"{COLOCATED}.resources.gpus_per_node"
 DATA = Path(__file__).parents[3] / "examples/data/sums.jsonl"
@@ -531,9 +533,20 @@ CASES = [
         "false",
     ),
     # rules that read the model
-    ([MOE, f"{TARGETS}=[linear_fc1]"], TARGETS, "linear_fc1 of this model are in its experts", "[linear_qkv]"),
     (
-        [MOE, f"{TARGETS}=[linear_qkv]", f"{MEGATRON}.tensor_model_parallel_size=2"],
+        [*MOE_ATTENTION, MERGED],
+        f"{SYNC}.mode",
+        "cannot load them again",
+        "adapter_merge",
+    ),
+    (
+        [*MOE_ATTENTION, f"{TARGETS}=[linear_fc1]"],
+        TARGETS,
+        "linear_fc1 of this model are in its experts",
+        "[linear_qkv]",
+    ),
+    (
+        [*MOE_ATTENTION, f"{MEGATRON}.tensor_model_parallel_size=2"],
         f"{MEGATRON}.sequence_parallel",
         "a mixture of experts over tensor-parallel ranks only with it; set it to true",
         None,

@@ -31,6 +31,10 @@ PUBLISHED = {
 }
 CUDA = ("cluster.platform=cuda", "cluster.gpus_per_node=8", "policy.precision=bfloat16")
 MEGATRON = "policy.megatron_cfg"
+ATTENTION = (
+    f"{MEGATRON}.peft.target_modules=[linear_qkv]",
+    "policy.generation.weight_sync.mode=adapter_merge",
+)
 SPLIT = (f"{MEGATRON}.tensor_model_parallel_size=4", f"{MEGATRON}.sequence_parallel=true")
 
 
@@ -186,5 +190,5 @@ def test_a_dry_run_says_what_is_missing_and_a_run_is_refused(
 def test_no_plan_without_sizes(config_file: Path, model_dir: Path, change: dict, reason: str) -> None:
     content = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**content, **change}))
-    assert reason in plan_of(config_file, f"{MEGATRON}.peft.target_modules=[linear_qkv]").describe()
+    assert reason in plan_of(config_file, *ATTENTION).describe()
     assert not plan_of(config_file, "policy.model_name=some/model").holders
