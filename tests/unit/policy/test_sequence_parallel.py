@@ -49,10 +49,15 @@ def test_splitting_sequences_changes_nothing(
 def test_a_mixture_of_experts_computes_what_hugging_face_does(tmp_path: Path) -> None:
     """Random routers, large random adapters on attention; the merged export is loaded as a checkpoint."""
     model = ROOT / "examples/models/tiny-moe"
-    targets = "policy.megatron_cfg.peft.target_modules=[linear_qkv, linear_proj]"
+    attention = (
+        "policy.megatron_cfg.peft.target_modules=[linear_qkv, linear_proj]",
+        "policy.generation.weight_sync.mode=adapter_merge",
+    )
     made = {}
     for tp, split in ((1, ()), (2, (SP,))):
-        config = with_peft(tiny_config(model, *SURVEY_OVERRIDES, targets, *split, tp=tp), lora_B_init_method="normal")
+        config = with_peft(
+            tiny_config(model, *SURVEY_OVERRIDES, *attention, *split, tp=tp), lora_B_init_method="normal"
+        )
         made[tp] = next(a for a in run_ranks(survey, config, BATCH_SEED, 3, tp=tp) if a is not None)
     assert_same(made[2], made[1])
     shutil.copy(model / "config.json", tmp_path)
