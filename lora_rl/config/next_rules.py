@@ -48,20 +48,22 @@ def alphas_can_be_compared(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{PREFIX}.alphas", problem, section.alphas)
 
 
-def jumps_fit_the_adapters(config: RunConfig) -> Iterator[Violation]:
-    """A jump changes singular vectors."""
-    if config.grpo.next.enabled and config.policy.megatron_cfg.peft.svd.enabled:
+def jumps_of_singular_values_stay_there(config: RunConfig) -> Iterator[Violation]:
+    """Of SVD-LoRA the trained numbers are extrapolated, which the frozen weights do not have."""
+    section = config.grpo.next
+    if section.enabled and section.write_back == "merge" and config.policy.megatron_cfg.peft.svd.enabled:
         problem = (
-            "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes; set one of the two to "
-            "false"
+            "a jump changes the singular values that policy.megatron_cfg.peft.svd.enabled trains, exactly and without "
+            "further ranks, and no frozen weight; use adapter"
         )
-        yield Violation(f"{PREFIX}.enabled", problem, True)
+        yield Violation(f"{PREFIX}.write_back", problem, "merge")
 
 
 def merged_jumps_reach_the_engine(config: RunConfig) -> Iterator[Violation]:
     """Where engines merge or serve adapters themselves, their frozen weights are those on disk."""
-    mode = config.policy.generation.weight_sync.mode
-    if config.grpo.next.enabled and config.grpo.next.write_back == "merge" and mode != "merged":
+    section, mode = config.grpo.next, config.policy.generation.weight_sync.mode
+    svd = config.policy.megatron_cfg.peft.svd.enabled
+    if section.enabled and section.write_back == "merge" and mode != "merged" and not svd:
         problem = (
             f"changes weights that never reach the engines in policy.generation.weight_sync.mode {mode}; use adapter, "
             "or the mode merged"
@@ -70,9 +72,9 @@ def merged_jumps_reach_the_engine(config: RunConfig) -> Iterator[Violation]:
 
 
 NEXT_RULES = (
-    jumps_fit_the_adapters,
     trajectory_can_be_predicted,
     run_comes_to_a_proposal,
     alphas_can_be_compared,
+    jumps_of_singular_values_stay_there,
     merged_jumps_reach_the_engine,
 )

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 type SavedExtrapolation = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 _LAYOUT = ("tp", "pp", "dp")
+# The tensors of a `PolicyState`.
+_TENSORS = ("moments", "random", "svd")
 
 
 def save_extrapolation(extrapolation: Extrapolation, policy: PolicyGroup) -> SavedExtrapolation:
@@ -48,8 +50,8 @@ def save_extrapolation(extrapolation: Extrapolation, policy: PolicyGroup) -> Sav
     if (taken := extrapolation.taken) is not None:
         for name, pair in taken.adapter.tensors.items():
             tensors[f"taken.adapter.{name}.a"], tensors[f"taken.adapter.{name}.b"] = pair.a, pair.b
-        tensors |= {f"taken.moments.{key}": tensor for key, tensor in taken.state.moments.items()}
-        tensors |= {f"taken.random.{key}": tensor for key, tensor in taken.state.random.items()}
+        for part in _TENSORS:
+            tensors |= {f"taken.{part}.{key}": tensor for key, tensor in getattr(taken.state, part).items()}
         plain["taken"] = {
             "watch": taken.watch.state_dict(),
             "optimizer_steps": taken.optimizer_steps,
@@ -88,7 +90,7 @@ def load_extrapolation(extrapolation: Extrapolation, saved: SavedExtrapolation, 
         for name, scale in taken["scales"].items()
     }
     state = PolicyState(
-        _part(tensors, "taken.moments."), taken["counters"], taken["flags"], _part(tensors, "taken.random.")
+        counters=taken["counters"], flags=taken["flags"], **{p: _part(tensors, f"taken.{p}.") for p in _TENSORS}
     )
     same = taken["layout"] == _layout(policy)
     before = merged_jumps(saved)[: taken["merged"]]

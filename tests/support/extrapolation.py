@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.lab import LARGE_B, new_rank
+from tests.support.lab import LARGE_B, fingerprint, new_rank, scale, started_rank
 from tests.support.rollouts import prompt, rollout
 
 PROMPTS = 16
@@ -29,9 +29,14 @@ class LocalPolicy:
         from lora_rl.policy.extrapolation import RankExtrapolation
 
         self.config = config
-        self.rank = new_rank(config, b_std=LARGE_B)
-        section = config.grpo.next
-        self._extrapolation = RankExtrapolation(self.rank, capacity=section.snapshots + 1, horizon=section.horizon)
+        svd, section = config.policy.megatron_cfg.peft.svd.enabled, config.grpo.next
+        self.rank = started_rank(config) if svd else new_rank(config, b_std=LARGE_B)
+        self._extrapolation = RankExtrapolation(
+            self.rank,
+            capacity=section.snapshots + 1,
+            horizon=section.horizon,
+            merge=section.write_back == "merge",
+        )
         self.layout = SimpleNamespace(tp=1, pp=1, dp=1)
         self.gradient_step(0)
         self._start = {n: tuple(w.detach().clone() for w in pair) for n, pair in self._weights().items()}
@@ -49,7 +54,8 @@ class LocalPolicy:
         from lora_rl.policy.export import import_peft
         from lora_rl.policy.state import load_state
 
-        import_peft(self.rank.model, adapter)
+        if not state.svd:
+            import_peft(self.rank.model, adapter)
         load_state(self.rank, state, with_random=same_layout)
 
     def logprobs(self, batch: Any) -> np.ndarray:
@@ -67,6 +73,7 @@ class LocalPolicy:
         """Put the weights at this share of their way, along which the first column of every B doubles in length."""
         import torch
 
+        share -= self._merged_share()
         with torch.no_grad():
             for name, (a, b) in self._weights().items():
                 a.copy_(self._start[name][0])
@@ -81,6 +88,15 @@ class LocalPolicy:
             way = start_b[:, :1] @ start_a[:1]
             inner += float(((b.detach().double() @ a.detach().double() - start_b @ start_a) * way).sum())
             total += float((way**2).sum())
+        return inner / total + self._merged_share()
+
+    def _merged_share(self) -> float:
+        """What jumps in the frozen weights have done of the way."""
+        inner = total = 0.0
+        for name, (a, b) in self._start.items():
+            way = scale(self.config) * b[:, :1].double() @ a[:1].double()
+            inner += sum(float(j[name].sigma * j[name].u @ way @ j[name].v) for j in self.rank.merged.changes)
+            total += float((way**2).sum())
         return inner / total
 
     def _weights(self) -> dict[str, tuple[Any, Any]]:
@@ -88,6 +104,30 @@ class LocalPolicy:
 
         modules = adapter_modules(self.rank.model.module).items()
         return {name: (m.linear_in.weight, m.linear_out.weight) for name, m in modules}
+
+
+class SpectralPolicy(LocalPolicy):
+    """The same with SVD-LoRA; on the way every singular value doubles."""
+
+    def walk(self, share: float) -> None:
+        """See `LocalPolicy`."""
+        for spectrum, start in self._spectra():
+            spectrum.theta.data.copy_(start + share * spectrum.sigma_ref)
+
+    def progress(self) -> float:
+        """See `LocalPolicy`."""
+        pairs = [((s.theta.detach() - start).double(), s.sigma_ref.double()) for s, start in self._spectra()]
+        return sum(float((done * way).sum()) for done, way in pairs) / sum(float((way**2).sum()) for _, way in pairs)
+
+    def _spectra(self) -> list[tuple[Any, Any]]:
+        from lora_rl.policy.spectral import spectra
+
+        return [(spectrum, self._start[name][0]) for name, _, spectrum in spectra(self.rank.model)]
+
+    def _weights(self) -> dict[str, tuple[Any, ...]]:
+        from lora_rl.policy.spectral import spectra
+
+        return {name: (spectrum.theta,) for name, _, spectrum in spectra(self.rank.model)}
 
 
 @dataclass
@@ -156,12 +196,15 @@ class Life:
             def predict(self, known: Any) -> Any:
                 return {n: p.times(poison) for n, p in Saturating().predict(known).items()}
 
-        self.policy = LocalPolicy(config)
+        kind = SpectralPolicy if config.policy.megatron_cfg.peft.svd.enabled else LocalPolicy
+        self.policy = kind(config)
         self.weights = Versions(policy=self.policy)
         self.generator = KnownRewards(self.weights)
         self.source = RecordedSource()
         self.out = StringIO()
-        job: Any = SimpleNamespace(
+        self.job: Any = SimpleNamespace(
+            identity={},
+            start=None,
             policy=self.policy,
             weights=self.weights,
             turns=Turns(),
@@ -169,7 +212,7 @@ class Life:
             gate_prompts=[prompt(str(n)) for n in range(PROMPTS)],
         )
         console = Console("plain", 30, stream=self.out)
-        self.extrapolation = Extrapolation(job, config, console, PhaseTimer(), among={"poisoned": Poisoned()})
+        self.extrapolation = Extrapolation(self.job, config, console, PhaseTimer(), among={"poisoned": Poisoned()})
 
     def step(self, number: int) -> dict[str, float]:
         """One step: the rest of the way shrinks by the same factor, wherever the weights are."""
@@ -188,14 +231,16 @@ def picture(policy: LocalPolicy) -> dict[str, Any]:
     return {
         "adapter": {f"{n}.{k}": getattr(t, k).clone() for n, t in adapter.tensors.items() for k in "ab"},
         "moments": state.moments,
+        "svd": state.svd,
         "random": state.random,
         "counters": state.counters,
+        "weights": fingerprint(policy.rank),
     }
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two pictures are the same bit for bit."""
-    return one["counters"] == other["counters"] and all(
+    return all(one[key] == other[key] for key in ("counters", "weights")) and all(
         one[part].keys() == other[part].keys() and all(t.equal(other[part][k]) for k, t in one[part].items())
-        for part in ("adapter", "moments", "random")
+        for part in ("adapter", "moments", "svd", "random")
     )

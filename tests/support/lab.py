@@ -35,6 +35,23 @@ def new_rank(config: RunConfig, *, b_std: float = 0.0) -> PolicyRank:
     return rank
 
 
+def started_rank(config: RunConfig) -> PolicyRank:
+    """A policy rank that starts from `policy.megatron_cfg.peft.adapter_path`, as the actor starts it."""
+    from pathlib import Path
+
+    from lora_rl.lora.peft_io import read_peft
+    from lora_rl.policy.export import import_peft
+    from lora_rl.policy.spectral import decompose_adapters
+
+    rank = new_rank(config)
+    peft = config.policy.megatron_cfg.peft
+    import_peft(rank.model, read_peft(Path(peft.adapter_path)))
+    if peft.svd.enabled:
+        decompose_adapters(rank.model, peft.svd.mode)
+    rank.freeze_reference()
+    return rank
+
+
 def randomise_b(rank: PolicyRank, std: float, seed: int = 0) -> None:
     """Overwrite every B by N(0, std^2) drawn from the module's name."""
     import torch

@@ -492,10 +492,10 @@ CASES = [
         "adapter",
     ),
     (
-        [JUMPS, SVD_ON, f"{PEFT}.adapter_path={ADAPTER}"],
-        f"{NEXT}.enabled",
-        "adds directions to A and B, which policy.megatron_cfg.peft.svd.enabled freezes",
-        "false",
+        [JUMPS, SVD_ON, f"{PEFT}.adapter_path={ADAPTER}", f"{NEXT}.write_back=merge", f"{SYNC}.mode=adapter_merge"],
+        f"{NEXT}.write_back",
+        "changes the singular values that policy.megatron_cfg.peft.svd.enabled trains",
+        "adapter",
     ),
     # SVD-LoRA
     ([SVD_ON], f"{PEFT}.adapter_path", "trains the singular values of a trained adapter; give its PEFT", None),

@@ -13,7 +13,7 @@ from lora_rl.config import RunConfig
 from lora_rl.lora.peft_io import read_peft, write_peft
 from tests.support.batches import make_batch, one_microbatch
 from tests.support.configs import tiny_config
-from tests.support.lab import new_rank
+from tests.support.lab import new_rank, started_rank
 from tests.support.ranks import RankFailed, run_ranks
 from tests.unit.conftest import BATCH_SEED, LAYOUTS
 from tests.unit.policy.test_peft import ALL, make_adapter, reference_of
@@ -50,27 +50,13 @@ def config_of(models: dict[str, Path], sft: tuple[Path, Any], mode: str, *overri
     )
 
 
-def start(config: RunConfig) -> Any:
-    """A rank that starts as the actor starts it."""
-    from lora_rl.policy.export import import_peft
-    from lora_rl.policy.spectral import decompose_adapters
-
-    rank = new_rank(config)
-    peft = config.policy.megatron_cfg.peft
-    import_peft(rank.model, read_peft(Path(peft.adapter_path)))
-    if peft.svd.enabled:
-        decompose_adapters(rank.model, peft.svd.mode)
-    rank.freeze_reference()
-    return rank
-
-
 def facts(config: RunConfig, steps: int, saved: Any = None) -> dict[str, Any]:
     """What a policy is before and after some training steps, as told by each rank."""
     from lora_rl.policy.export import export_peft
     from lora_rl.policy.offload import FrozenWeights
     from lora_rl.policy.state import gather_state, load_state
 
-    rank = start(config)
+    rank = started_rank(config)
     if saved is not None:
         load_state(rank, saved["state"], with_random=saved["same_layout"])
     batch = make_batch(BATCH_SEED)
@@ -186,7 +172,7 @@ def gradients(configs: dict[str, RunConfig], sigmas: dict[str, Any], eps: float)
     answer = {}
     plain = new_rank(configs["plain"])
     for mode in MODES:
-        rank = start(configs[mode])
+        rank = started_rank(configs[mode])
         adapters = {name: a.activation for name, a in adapter_modules(rank.model.module).items()}
         for name, spectrum in adapters.items():
             # Away from the start, where the core would be diagonal.
