@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from lora_rl.config import RunConfig
-from tests.support.configs import tiny_config
+from lora_rl.config.schema import SvdConfig
+from tests.support.configs import tiny_config, with_peft
 from tests.support.models import make_model
 from tests.support.ranks import run_ranks
+from tests.unit.policy.test_peft import ALL, make_adapter
 
 pytestmark = pytest.mark.multiprocess
 NEXT = "grpo.next"
@@ -108,7 +110,30 @@ def test_a_poisoned_proposal_does_not_pass_the_gate(model: Path) -> None:
     assert lived["pushed"][-1] == lived["pushed"][-4]
 
 
-def undone(config: RunConfig, resume: bool) -> dict[str, Any]:
+def resumed(life: Any, config: RunConfig, folder: Path) -> Any:
+    """The same life in a policy of its own, from a checkpoint on disk."""
+    from types import SimpleNamespace
+
+    from lora_rl.train.checkpoint import CheckpointStore
+    from lora_rl.train.extrapolation_state import load_extrapolation, save_extrapolation
+    from lora_rl.train.job import restore_policy
+    from lora_rl.train.resume import take
+    from tests.support.extrapolation import Life
+
+    store = CheckpointStore(folder / "checkpoints", keep=None, higher_is_better=True, warn=print)
+    (folder / "metrics.jsonl").touch()
+    layout: Any = SimpleNamespace(tp=1, pp=1, dp=1)
+    trail = save_extrapolation(life.extrapolation, life.policy)
+    store.save(take(life.job, config, layout, 7, {}, folder / "metrics.jsonl", cursor={}, extrapolation=trail))
+    saved = store.load_newest()
+    other = Life(config, poison=-2.0)
+    restore_policy(saved, other.policy, layout)
+    load_extrapolation(other.extrapolation, saved.extrapolation, other.policy)
+    other.weights.version, other.weights.pushed = life.weights.version, list(life.weights.pushed)
+    return other
+
+
+def undone(config: RunConfig, resume: bool, folder: Path) -> dict[str, Any]:
     """A poisoned jump that nothing measures, watched; with `resume` the run is stopped within the watch."""
     from tests.support.extrapolation import Life, equal, picture
 
@@ -129,13 +154,8 @@ def undone(config: RunConfig, resume: bool) -> dict[str, Any]:
     jumped = picture(life.policy)
     records = [taken, life.step(7)]
     if resume:
-        from lora_rl.train.extrapolation_state import load_extrapolation, save_extrapolation
-
-        saved, now = save_extrapolation(life.extrapolation, life.policy), life.policy.state()
-        other = Life(config, poison=-2.0)
-        other.policy.load_state(*now, same_layout=True)
-        other.weights.version, other.weights.pushed = life.weights.version, list(life.weights.pushed)
-        load_extrapolation(other.extrapolation, saved, other.policy)
+        other = resumed(life, config, folder)
+        assert equal(picture(other.policy), picture(life.policy))
         assert other.extrapolation.ledger.state_dict() == life.extrapolation.ledger.state_dict()
         life = other
     version = life.weights.version
@@ -152,8 +172,16 @@ def undone(config: RunConfig, resume: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("resume", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_poisoned_jump_that_was_taken_is_undone_bit_for_bit(model: Path, resume: bool) -> None:
-    lived = run_ranks(undone, config_for(model, *without_gate("watch.tolerance=0.0")), resume)[0]
+@pytest.mark.parametrize("kind", ["adapter", "merge", "svd"])
+def test_a_poisoned_jump_that_was_taken_is_undone_bit_for_bit(
+    model: Path, tmp_path: Path, kind: str, resume: bool
+) -> None:
+    more = ["watch.tolerance=0.0", "write_back=merge"] if kind == "merge" else ["watch.tolerance=0.0"]
+    config = config_for(model, *without_gate(*more))
+    if kind == "svd":
+        make_adapter(model, tmp_path / "sft", r=2, lora_alpha=6, target_modules=ALL)
+        config = with_peft(config, adapter_path=str(tmp_path / "sft"), svd=SvdConfig(enabled=True))
+    lived = run_ranks(undone, config, resume, tmp_path)[0]
     assert lived["records"][0]["next/alpha"] == 1.0
     assert lived["jumped"]
     at = next(n for n, r in enumerate(lived["records"]) if r.get("next/undone"))
