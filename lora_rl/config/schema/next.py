@@ -101,7 +101,8 @@ class NextConfig(Section):
     damping: bool = Field(True, description="Shorten proposals by the factor that the back-test found best.")
     write_back: Literal["adapter", "merge"] = Field(
         "adapter",
-        description="adapter: into A and B, truncated to their rank. merge: into the frozen weights, exactly.",
+        description="adapter: into what is trained: A and B, truncated to their rank, or SVD-LoRA's singular values, "
+        "exactly. merge: into the frozen weights, exactly.",
     )
     predictor: NextPredictorConfig = Field(default_factory=NextPredictorConfig)
     gate: NextGateConfig = Field(default_factory=NextGateConfig)
