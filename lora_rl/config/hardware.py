@@ -15,6 +15,8 @@ from lora_rl.config.model_files import find_config
 from lora_rl.config.schema import RunConfig
 
 GIB = 2**30
+# Trackers of `logger`: title, and the packages that have its client, any of which will do.
+TRACKERS = {"wandb": ("Weights & Biases", ("wandb",)), "mlflow": ("MLflow", ("mlflow-skinny", "mlflow"))}
 
 
 def device_memory(config: RunConfig, platform: PlatformName) -> int | None:
@@ -37,7 +39,7 @@ def device_memory(config: RunConfig, platform: PlatformName) -> int | None:
 
 def missing(config: RunConfig, layout: Layout) -> list[str]:
     """What a run would not find on this machine: GPUs, packages. With several nodes the others are not looked at."""
-    return list(_missing(config, layout))
+    return [*_missing(config, layout), *(f"packages: {text}" for _, text in _missing_trackers(config, layout))]
 
 
 def _missing(config: RunConfig, layout: Layout) -> Iterator[str]:
@@ -53,6 +55,15 @@ def _missing(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield "packages: vLLM for GPUs, its CPU build is installed (`uv sync --no-group cpu --group cuda`)"
 
 
+def _missing_trackers(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Key and problem of each tracker that is enabled and not there: the user would look for the curves in vain."""
+    groups = " --no-group cpu --group cuda" if layout.platform == "cuda" else ""
+    for tracker, (title, packages) in TRACKERS.items():
+        key = f"{tracker}_enabled"
+        if getattr(config.logger, key) and not any(map(is_installed, packages)):
+            yield f"logger.{key}", f"{title} is not installed (`uv sync{groups} --extra trackers`)"
+
+
 def model_files(config: RunConfig) -> str:
     """Where the model's files are, for a reader."""
     name = config.policy.model_name
@@ -64,12 +75,14 @@ def model_files(config: RunConfig) -> str:
 
 
 def missing_violations(config: RunConfig, layout: Layout) -> list[Violation]:
-    """`missing` as the reason why a run is refused."""
-    lacks = missing(config, layout)
-    if not lacks:
-        return []
-    problem = f"this machine lacks {'; '.join(lacks)}. With --dry-run the plan is printed all the same"
-    return [Violation("cluster.platform", problem, config.cluster.platform)]
+    """`missing` as the reasons why a run is refused, each under the key that asks for it."""
+    violations = []
+    if lacks := list(_missing(config, layout)):
+        problem = f"this machine lacks {'; '.join(lacks)}. With --dry-run the plan is printed all the same"
+        violations.append(Violation("cluster.platform", problem, config.cluster.platform))
+    for key, problem in _missing_trackers(config, layout):
+        violations.append(Violation(key, f"{problem}; install it, or set this to false", True))
+    return violations
 
 
 def is_installed(distribution: str) -> bool:

@@ -14,7 +14,6 @@ from lora_rl.config.next_rules import NEXT_RULES
 from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
 from lora_rl.config.svd_rules import SVD_RULES
-from lora_rl.config.tracker_rules import TRACKER_RULES
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The largest of vLLM's `MaxLoRARanks`.
@@ -356,5 +355,4 @@ RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *NEXT_RULES,
     *SVD_RULES,
-    *TRACKER_RULES,
 )

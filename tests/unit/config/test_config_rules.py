@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rl.config import ConfigError, hardware, layout, load_config, resolved_yaml, rule_engine, tracker_rules
+from lora_rl.config import ConfigError, layout, load_config, resolved_yaml, rule_engine
 from lora_rl.config.capabilities import CAPABILITIES
 from lora_rl.config.errors import show
 from lora_rl.config.keys import all_keys
@@ -594,17 +594,7 @@ CASES = [
         "down_proj is a Hugging Face name",
         "[linear_fc2]",
     ),
-    (["logger.wandb_enabled=true"], "logger.wandb_enabled", "install it with uv sync --extra trackers", "false"),
-    (["logger.mlflow_enabled=true"], "logger.mlflow_enabled", "MLflow is not installed", "false"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_tracker(monkeypatch):
-    """As after a plain `uv sync`; the rule is asked for packages by name."""
-    monkeypatch.setattr(
-        tracker_rules, "is_installed", lambda package: package not in ("wandb", "mlflow-skinny", "mlflow")
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -666,14 +656,6 @@ def test_methods_that_go_together_are_accepted(config_file):
          "grpo.num_generations_per_prompt=1"],
     ):  # fmt: skip
         load_config(config_file, options)
-
-
-def test_any_package_with_the_client_of_a_tracker_will_do(config_file, monkeypatch):
-    options = ["logger.wandb_enabled=true", "logger.mlflow_enabled=true", "logger.monitor_gpus=true"]
-    for mlflow in ("mlflow-skinny", "mlflow"):
-        monkeypatch.setattr(tracker_rules, "is_installed", ("wandb", mlflow).__contains__)
-        load_config(config_file, options)
-    assert hardware.is_installed("pydantic") and not hardware.is_installed("lora-rl-no-such-package")
 
 
 def test_keys_of_one_sync_mode_are_accepted_in_the_others(config_file):

@@ -179,6 +179,32 @@ def test_a_dry_run_says_what_is_missing_and_a_run_is_refused(
     assert hardware.missing(load_config(config_file), derive_layout(load_config(config_file))) == []
 
 
+def test_a_tracker_that_is_not_installed_is_missing_on_this_machine(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hardware.is_installed("pydantic") and not hardware.is_installed("lora-rl-no-such-package")
+    trackers = ("logger.wandb_enabled=true", "logger.mlflow_enabled=true")
+    config = load_config(config_file, trackers)
+    for there, lacks in (
+        ((), ["Weights & Biases is not installed", "MLflow is not installed"]),
+        (("wandb",), ["MLflow is not installed"]),
+        # Any package with its client will do.
+        (("wandb", "mlflow"), []),
+        (("mlflow-skinny",), ["Weights & Biases is not installed"]),
+    ):
+        monkeypatch.setattr(hardware, "is_installed", there.__contains__)
+        expected = [f"packages: {text} (`uv sync --extra trackers`)" for text in lacks]
+        assert hardware.missing(config, derive_layout(config)) == expected
+    monkeypatch.setattr(hardware, "is_installed", lambda name: False)
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 2)
+    config = load_config(config_file, [*CUDA, *trackers])
+    with pytest.raises(ConfigError) as caught:
+        check_machine(config, derive_layout(config))
+    platform, wandb, mlflow = caught.value.violations
+    assert (platform.key, wandb.key, mlflow.key) == ("cluster.platform", "logger.wandb_enabled", "logger.mlflow_enabled")
+    assert "`uv sync --no-group cpu --group cuda --extra trackers`); install it, or set this to false" in str(wandb)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

