@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from lora_rl.next.backtest import BackTest, best, folds, judge, walk_forward
-from lora_rl.next.factors import RankOne
+from lora_rl.next.factors import Factors, RankOne
 from lora_rl.next.nextmlp import NextMLP
 from lora_rl.next.predictors import Linear, Predictor, Random, Saturating, Scale, combined
 from lora_rl.next.recorder import Recorder
@@ -69,6 +70,27 @@ def test_the_line_is_exact_on_a_line():
             expected = torch.linalg.svd(whole(f))
             best_rank_one = expected.S[0] * torch.outer(expected.U[:, 0], expected.Vh[0])
             torch.testing.assert_close(dense(proposals[name]), HORIZON * best_rank_one, rtol=0, atol=1e-6)
+
+
+def test_trails_of_vectors_are_matrices_of_one_column():
+    """Of fewer entries than there are snapshots; one of them never moves."""
+    generator = torch.Generator().manual_seed(0)
+    limits, start = torch.randn(6, generator=generator), torch.randn(6, generator=generator)
+    path = [start + limits * (1 - torch.exp(torch.tensor(-t / 5.0))) for t in range(13)]
+    one = torch.ones(1, 1)
+    snapshots = [{"moves": Factors(one, x[:, None]), "rests": Factors(one, start[:, None])} for x in path]
+    came, past = (path[-1] - path[-1 - HORIZON]).double(), torch.stack(path[:-HORIZON]).double()
+    trajectories = known(recorded(snapshots[:-HORIZON]))
+    for predictor in (Saturating(), Linear(), Scale(), Random(0), MLP):
+        rests = predictor.predict(trajectories)["rests"]
+        assert rests.sigma == pytest.approx(0, abs=1e-12)
+    slopes = torch.from_numpy(np.polyfit(np.arange(len(past)), past.numpy(), 1)[0])
+    moves = {type(p): dense(p.predict(trajectories)["moves"])[:, 0] for p in (Saturating(), Linear())}
+    torch.testing.assert_close(moves[Linear], HORIZON * slopes, rtol=1e-9, atol=0)
+    # As close as a grid of time constants comes; a line is off by more than all that came.
+    assert (moves[Saturating] - came).norm() < 0.05 * came.norm() < 0.05 * (moves[Linear] - came).norm()
+    for predictor in (Saturating(), MLP):
+        assert backtest(predictor, snapshots).cosine > 0.95
 
 
 def test_a_combination_is_the_leading_part_of_the_weighted_sum():
