@@ -99,6 +99,8 @@ def write_model(reader: Any, out: Path) -> dict[str, Any]:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    # Readable by whom the other files are: safetensors makes files of its owner alone.
+    (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)
     return config
 
 

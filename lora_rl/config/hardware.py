@@ -39,7 +39,8 @@ def device_memory(config: RunConfig, platform: PlatformName) -> int | None:
 
 def missing(config: RunConfig, layout: Layout) -> list[str]:
     """What a run would not find on this machine: GPUs, packages. With several nodes the others are not looked at."""
-    return [*_missing(config, layout), *(f"packages: {text}" for _, text in _missing_trackers(config, layout))]
+    trackers = _missing_trackers(config, layout)
+    return [*_missing(config, layout), *(f"packages: {title} is not installed (`{how}`)" for _, title, how in trackers)]
 
 
 def _missing(config: RunConfig, layout: Layout) -> Iterator[str]:
@@ -55,13 +56,13 @@ def _missing(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield "packages: vLLM for GPUs, its CPU build is installed (`uv sync --no-group cpu --group cuda`)"
 
 
-def _missing_trackers(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Key and problem of each tracker that is enabled and not there: the user would look for the curves in vain."""
+def _missing_trackers(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str, str]]:
+    """Key, title and installing command of each tracker that is enabled and not there: curves would go nowhere."""
     groups = " --no-group cpu --group cuda" if layout.platform == "cuda" else ""
     for tracker, (title, packages) in TRACKERS.items():
         key = f"{tracker}_enabled"
         if getattr(config.logger, key) and not any(map(is_installed, packages)):
-            yield f"logger.{key}", f"{title} is not installed (`uv sync{groups} --extra trackers`)"
+            yield f"logger.{key}", title, f"uv sync{groups} --extra trackers"
 
 
 def model_files(config: RunConfig) -> str:
@@ -80,8 +81,10 @@ def missing_violations(config: RunConfig, layout: Layout) -> list[Violation]:
     if lacks := list(_missing(config, layout)):
         problem = f"this machine lacks {'; '.join(lacks)}. With --dry-run the plan is printed all the same"
         violations.append(Violation("cluster.platform", problem, config.cluster.platform))
-    for key, problem in _missing_trackers(config, layout):
-        violations.append(Violation(key, f"{problem}; install it, or set this to false", True))
+    for key, title, how in _missing_trackers(config, layout):
+        violations.append(
+            Violation(key, f"{title} is not installed; install it with {how}, or set this to false", True)
+        )
     return violations
 
 

@@ -6,7 +6,8 @@
 A check compares numbers: literals, + - * / of them, and functions of a metric over a range of steps:
 mean, median, min, max, first, last, and count (of finite values). `f(metric)` takes all steps, `f(metric, a)`
 those from step a, `f(metric, a, b)` from a to b inclusive. A negative bound counts from the last step of the run:
--1 is the last, so `mean(train/reward, -5, -1)` is over the last five. Names that are no Python identifiers between
+-1 is the last, so `mean(train/reward, -5, -1)` is over the last five. `count(metric < 1)` counts the values that are
+below 1, and so for the other comparisons with a number. Names that are no Python identifiers between
 their slashes are quoted: `last("val/math-500/accuracy")`. A value that was not finite makes mean, median, min and
 max NaN (first and last when it is theirs), and no comparison with NaN passes.
 
@@ -93,12 +94,22 @@ class Check:
                 except ZeroDivisionError:
                     return math.nan
             case ast.Call(func=ast.Name(id=name), args=[metric, *bounds], keywords=[]) if len(bounds) <= 2:
-                value = self._call(name, _metric_name(metric), [_step(bound) for bound in bounds])
+                accepts: Callable[[float], bool] = math.isfinite
+                if name == "count" and isinstance(metric, ast.Compare):
+                    metric, accepts = metric.left, self._condition(metric)
+                value = self._call(name, _metric_name(metric), [_step(bound) for bound in bounds], accepts)
                 self.measured[ast.unparse(node).replace(" / ", "/")] = value
                 return value
         raise BadCheck(f"{ast.unparse(node)!r} is neither a number nor function(metric, first step, last step)")
 
-    def _call(self, function: str, metric: str, bounds: Sequence[int]) -> float:
+    def _condition(self, node: ast.Compare) -> Callable[[float], bool]:
+        """What `metric < 1` asks of a value."""
+        if len(node.ops) > 1 or type(node.ops[0]) not in COMPARISONS:
+            raise BadCheck(f"{ast.unparse(node)!r}: compare the metric once, with < <= > >= == !=")
+        compare, bound = COMPARISONS[type(node.ops[0])], self._number(node.comparators[0])
+        return lambda value: math.isfinite(value) and compare(value, bound)
+
+    def _call(self, function: str, metric: str, bounds: Sequence[int], counts: Callable[[float], bool]) -> float:
         if function != "count" and function not in FUNCTIONS:
             raise BadCheck(f"function {function!r}; {_nearest(function, [*FUNCTIONS, 'count'])}")
         steps, values = series(self.records, metric)
@@ -109,7 +120,7 @@ class Check:
         first, last = (b if b >= 0 else end + 1 + b for b in (*bounds, *(0, -1)[len(bounds) :]))
         chosen = [value for step, value in zip(steps, values, strict=True) if first <= step <= last]
         if function == "count":
-            return sum(map(math.isfinite, chosen))
+            return sum(map(counts, chosen))
         if not chosen:
             raise Missing(f"{metric!r} has no value in steps {first} to {last}; it has {steps[0]} to {steps[-1]}")
         if function not in ("first", "last") and not all(map(math.isfinite, chosen)):

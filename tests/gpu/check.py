@@ -1,5 +1,7 @@
 """Run the checks of a platform, each in a process of its own with a time limit, and print a table.
 
+Those of one rank run side by side, as nearly all of their time goes into imports; then job after job.
+
 python -m tests.gpu.check cuda|cpu [NAME ...]
 
 Exit status 0: all passed, or could not apply here; 1: one failed; 2: there is no GPU.
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +24,7 @@ from lora_rl.config.layout import count_gpus
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/configs/grpo_tiny_cpu.yaml"
-# Together below nine minutes.
-TRAINER_LIMIT_S, JOB_LIMIT_S = 60, 80
+VERSIONS_LIMIT_S, RANK_LIMIT_S, JOB_LIMIT_S, METRICS_LIMIT_S = 60, 120, 100, 10
 SHORT = (
     "grpo.num_prompts_per_step=32", "policy.train_global_batch_size=64", "grpo.max_num_steps=4", "grpo.val_period=0",
     "grpo.max_val_samples=64", "logger.console=plain", "logger.tensorboard_enabled=false",
@@ -44,12 +46,16 @@ class Check:
         name: what is checked.
         gpus: how many it needs.
         run: does it, given the platform and a folder; text for the table, or raises.
+        limit_s: seconds after which `run` gives up.
+        alone: no other check may run beside it.
         only: the platform it makes sense on; None for both.
     """
 
     name: str
     gpus: int
     run: Callable[[str, Path], str]
+    limit_s: float = JOB_LIMIT_S + METRICS_LIMIT_S
+    alone: bool = True
     only: str | None = None
 
 
@@ -57,14 +63,14 @@ class Failed(Exception):
     """A check did not pass; the message is for the table, the rest of the output for below it."""
 
 
-def trainer(name: str) -> Callable[[str, Path], str]:
+def one_rank(text: str, name: str, only: str | None = None) -> Check:
     """A check of `tests.gpu.trainer`."""
 
     def run(platform: str, folder: Path) -> str:
         command = [sys.executable, "-m", "tests.gpu.trainer", platform, name, str(folder)]
-        return _output(command, TRAINER_LIMIT_S).splitlines()[-1]
+        return _output(command, RANK_LIMIT_S).splitlines()[-1]
 
-    return run
+    return Check(text, 1, run, RANK_LIMIT_S, alone=False, only=only)
 
 
 def job(*overrides: str, checks: Sequence[str]) -> Callable[[str, Path], str]:
@@ -77,10 +83,10 @@ def job(*overrides: str, checks: Sequence[str]) -> Callable[[str, Path], str]:
         out = folder / "run"
         begin = time.monotonic()
         command = [sys.executable, "examples/run_grpo.py", "--config", CONFIG, *SHORT, *on, *overrides]
-        _output([*command, f"logger.log_dir={out}"], JOB_LIMIT_S)
+        _output([*command, f"logger.log_dir={out}"], JOB_LIMIT_S, RAY_TMPDIR=str(folder))
         seconds = time.monotonic() - begin
         metrics = [sys.executable, "tests/functional/check_metrics.py", str(out / "metrics.jsonl"), *checks]
-        passed = _output(metrics, TRAINER_LIMIT_S).count("PASS")
+        passed = _output(metrics, METRICS_LIMIT_S).count("PASS")
         return f"{passed} checks of metrics, {seconds:.0f} s"
 
     return run
@@ -95,17 +101,17 @@ def versions(platform: str, folder: Path) -> str:
         "print(f'{gpu}; torch {torch.__version__}, vLLM {vllm.__version__}, Megatron {m.__version__}, "
         "Transformer Engine {te[0] if te else None}')"
     )
-    return _output([sys.executable, "-c", code], TRAINER_LIMIT_S).splitlines()[-1]
+    return _output([sys.executable, "-c", code], VERSIONS_LIMIT_S).splitlines()[-1]
 
 
 CHECKS = (
-    Check("what is installed", 0, versions),
-    Check("float32 logprobs and gradients of adapters equal plain PyTorch", 1, trainer("parity")),
-    Check("Transformer Engine builds the layers", 1, trainer("transformer_engine"), only="cuda"),
-    Check("bfloat16 base under float32 adapters: types, gradients, a step", 1, trainer("bfloat16")),
-    Check("recomputed activations: the same gradients", 1, trainer("recompute")),
-    Check("frozen weights leave the device and come back bit for bit", 1, trainer("offload")),
-    Check("device memory is what the plan says", 1, trainer("memory")),
+    Check("what is installed", 0, versions, VERSIONS_LIMIT_S),
+    one_rank("float32 logprobs and gradients of adapters equal plain PyTorch", "parity"),
+    one_rank("Transformer Engine builds the layers", "transformer_engine", only="cuda"),
+    one_rank("bfloat16 base under float32 adapters: types, gradients, a step", "bfloat16"),
+    one_rank("recomputed activations: the same gradients", "recompute"),
+    one_rank("frozen weights leave the device and come back bit for bit", "offload"),
+    one_rank("device memory is what the plan says", "memory"),
     Check("job, float32: merged weights (CUDA IPC), taking turns", 1, job(checks=(*EXACT, *CLOSE))),
     Check(
         "job, bfloat16: adapters merged by the engine, taking turns", 1,
@@ -134,16 +140,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.platform == "cuda" and gpus == 0:
         print("there is no GPU on this machine; check.sh cpu runs what can be run without one", file=sys.stderr)
         return 2
-    failures = []
-    for check in CHECKS:
-        if options.names and not any(name in check.name for name in options.names):
-            continue
+    failures: list[tuple[str, str]] = []
+    chosen = [c for c in CHECKS if not options.names or any(name in c.name for name in options.names)]
+
+    def line(check: Check) -> str:
         begin = time.monotonic()
         verdict, detail = _verdict(check, options.platform, gpus, failures)
-        print(f"{verdict:<5} {time.monotonic() - begin:5.0f} s  {check.name:<66} {detail}", flush=True)
+        return f"{verdict:<5} {time.monotonic() - begin:5.0f} s  {check.name:<66} {detail}"
+
+    for group in groups(chosen):
+        with ThreadPoolExecutor(len(group)) as pool:
+            for text in pool.map(line, group):
+                print(text, flush=True)
     for name, output in failures:
         print(f"\n-- {name}\n{output}")
     return 1 if failures else 0
+
+
+def groups(checks: Sequence[Check]) -> list[list[Check]]:
+    """Checks that run side by side, in order."""
+    together: list[list[Check]] = []
+    for check in checks:
+        if together and not check.alone and not together[-1][-1].alone:
+            together[-1].append(check)
+        else:
+            together.append([check])
+    return together
+
+
+def longest_s(checks: Sequence[Check]) -> float:
+    """Seconds after which the last of them has ended or been given up."""
+    return sum(max(check.limit_s for check in group) for group in groups(checks))
 
 
 def _verdict(check: Check, platform: str, gpus: int, failures: list[tuple[str, str]]) -> tuple[str, str]:
@@ -152,7 +179,6 @@ def _verdict(check: Check, platform: str, gpus: int, failures: list[tuple[str, s
     if platform == "cuda" and check.gpus > gpus:
         return "-", f"needs {check.gpus} GPUs"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.environ["RAY_TMPDIR"] = folder
         try:
             return "PASS", check.run(platform, Path(folder))
         except Failed as failure:
@@ -160,12 +186,13 @@ def _verdict(check: Check, platform: str, gpus: int, failures: list[tuple[str, s
             return "FAIL", "see below"
 
 
-def _output(command: Sequence[str], limit_s: float) -> str:
+def _output(command: Sequence[str], limit_s: float, **environment: str) -> str:
     """What a command prints. Raises Failed with the end of it when it does not succeed within the time."""
     try:
         done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
-        )
+            command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=limit_s,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         said = error.stdout or b""
         raise Failed(f"not done after {limit_s:.0f} s\n{said[-3000:].decode(errors='replace')}") from None

@@ -201,8 +201,12 @@ def test_a_tracker_that_is_not_installed_is_missing_on_this_machine(
     with pytest.raises(ConfigError) as caught:
         check_machine(config, derive_layout(config))
     platform, wandb, mlflow = caught.value.violations
-    assert (platform.key, wandb.key, mlflow.key) == ("cluster.platform", "logger.wandb_enabled", "logger.mlflow_enabled")
-    assert "`uv sync --no-group cpu --group cuda --extra trackers`); install it, or set this to false" in str(wandb)
+    assert (platform.key, wandb.key, mlflow.key) == (
+        "cluster.platform",
+        "logger.wandb_enabled",
+        "logger.mlflow_enabled",
+    )
+    assert "install it with uv sync --no-group cpu --group cuda --extra trackers, or set this to false" in str(wandb)
 
 
 @pytest.mark.parametrize(
