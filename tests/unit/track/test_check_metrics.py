@@ -106,6 +106,8 @@ def test_an_empty_range_fails_and_says_what_there_is(metrics, capsys):
         ("(lambda: 1)() == 1", "is neither a number nor function"),
         ("last(open('x')) == 1", "is no metric name"),
         ("True == 1", "is neither a number nor function"),
+        ("count(train/reward < 1 < 2) == 1", "compare the metric once"),
+        ("mean(train/reward < 1) == 1", "is no metric name"),
     ],
 )
 def test_a_malformed_check_is_an_error_and_runs_no_code(metrics, check, message, capsys):
