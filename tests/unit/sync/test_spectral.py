@@ -156,9 +156,9 @@ def record_svd_pushes(configs: dict[str, RunConfig]) -> dict[str, Any] | None:
 
     from lora_rl.lora.targets import adapter_modules
     from lora_rl.policy.senders import make_sender
-    from tests.unit.policy.test_svd import start
+    from tests.support.lab import started_rank
 
-    rank = start(configs["sigma"])
+    rank = started_rank(configs["sigma"])
     made = {name: make_sender(config, rank.model, is_sender=dist.get_rank() == 0) for name, config in configs.items()}
     for sender in made.values():
         sender.open()
