@@ -37,6 +37,7 @@ class TimedTrainer(GRPOTrainer):
     generation_s = 0.0
     training_s = 0.0
     generated_tokens = 0
+    prompt_tokens = 0
     rewards: tuple[float, ...] = ()
 
     def _generate(self, *args, **kwargs):
@@ -45,8 +46,9 @@ class TimedTrainer(GRPOTrainer):
         self.generation_s += time.perf_counter() - start
         return result
 
-    def _generate_single_turn(self, *args, **kwargs):
-        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self.prompt_tokens += sum(map(len, prompt_ids))
         self.generated_tokens += sum(map(len, completion_ids))
         return completion_ids, logprobs
 
@@ -63,7 +65,7 @@ class Record(TrainerCallback):
     def __init__(self, settings: dict, folder: Path, tokenizer) -> None:
         self.settings, self.tokenizer, self.trainer = settings, tokenizer, None
         self.file = (folder / "metrics.jsonl").open("w")
-        self.booked = dict.fromkeys(("generation", "training", "tokens"), 0.0)
+        self.booked = dict.fromkeys(("generation", "training", "tokens", "prompts"), 0.0)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write(0)
@@ -79,6 +81,7 @@ class Record(TrainerCallback):
             "generation": trainer.generation_s,
             "training": trainer.training_s,
             "tokens": trainer.generated_tokens,
+            "prompts": trainer.prompt_tokens,
         }
         spent = {key: value - self.booked[key] for key, value in now.items()}
         self.booked = now
@@ -87,8 +90,7 @@ class Record(TrainerCallback):
             "time/generation": spent["generation"],
             "time/training": spent["training"],
             "tokens/generation": spent["tokens"],
-            # What is trained on is what was generated; the prompts' tokens are not counted on either side.
-            "tokens/training": spent["tokens"],
+            "tokens/training": spent["tokens"] + spent["prompts"],
         }
         if trainer.rewards:
             record["train/reward"] = sum(trainer.rewards) / len(trainer.rewards)

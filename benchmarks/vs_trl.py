@@ -184,8 +184,8 @@ def table(sides: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], target: fl
         "seconds to the first optimizer step": lambda r: r[1]["elapsed_s"],
         "seconds in all": lambda r: r[-1]["elapsed_s"],
         "accuracy at the end": lambda r: last(r, "val/accuracy"),
-        "completion tokens per second, generation": lambda r: rate(r, "generation"),
-        "completion tokens per second, training": lambda r: rate(r, "training"),
+        "generated tokens per second": lambda r: rate(r, "generation"),
+        "tokens per second of training, prompts included": lambda r: rate(r, "training"),
         "largest memory, GiB": lambda r: r[0]["peak_gib"],
     }
     rows = []
