@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runs import Run, Starter, last, markdown, spread
+from runs import Run, Starter, add_run_options, last, markdown, parse_runs, spread
 
 CORRECTION = ("loss_fn.use_importance_sampling_correction=true",)
 # name: (configuration file, overrides)
@@ -59,19 +59,11 @@ WINDOW = 5
 def main() -> int:
     """Run what is missing, print the table; 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", default=",".join(METHODS), help="names, separated by commas; default: all")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=Path("results/methods"))
-    parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
     parser.add_argument("--skip-validation", action="store_true", help="leave the held-out accuracy out")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
-    parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
-    parser.add_argument("overrides", nargs="*", help="further key=value of every run")
-    arguments = parser.parse_args()
-    names, seeds = arguments.methods.split(","), [int(seed) for seed in arguments.seeds.split(",")]
-    if unknown := [name for name in names if name not in METHODS]:
-        parser.error(f"--methods: {', '.join(unknown)}; there are: {', '.join(METHODS)}")
+    add_run_options(parser, list(METHODS), what="methods", seeds="0,1,2", note="separated by commas")
+    arguments, names, seeds = parse_runs(parser, list(METHODS), what="methods")
     runs = {name: [the_run(name, seed, arguments) for seed in seeds] for name in names}
     # Seed by seed, so that what is interrupted has every method.
     ordered = [runs[name][i] for i in range(len(seeds)) for name in names]

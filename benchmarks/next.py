@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from next_trail import Cosines, cosines, read_trail
-from runs import Run, Starter, last, markdown, spread
+from runs import Run, Starter, add_run_options, last, markdown, parse_runs, spread
 
 from lora_rl.track.smoothing import moving_mean
 
@@ -72,19 +72,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--target", type=float, default=0.8, help="the reward whose cost is compared")
-    parser.add_argument("--seeds", default="1,2,3,4,5", help="not 0, which chooses the learning rate")
-    parser.add_argument("--arms", default=",".join(ARMS), help="names, separated by commas; default: all")
     parser.add_argument("--rate", type=float, help="learning rate; default: the best of three")
     parser.add_argument("--out", type=Path, default=Path("results/next"))
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
-    parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
-    parser.add_argument("overrides", nargs="*", help="further key=value of every run")
-    arguments = parser.parse_args()
-    names, seeds = arguments.arms.split(","), [int(seed) for seed in arguments.seeds.split(",")]
-    if unknown := [name for name in names if name not in ARMS]:
-        parser.error(f"--arms: {', '.join(unknown)}; there are: {', '.join(ARMS)}")
+    add_run_options(parser, list(ARMS), what="arms", seeds="1,2,3,4,5", note="not 0, which chooses the learning rate")
+    arguments, names, seeds = parse_runs(parser, list(ARMS), what="arms")
     if names[0] != next(iter(ARMS)):
         parser.error(f"--arms: the first must be {next(iter(ARMS))}, which the others are compared with")
     if CHOOSING_SEED in seeds:

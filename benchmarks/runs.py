@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import shutil
 import signal
@@ -54,6 +55,34 @@ class Run:
             "--config", str(ROOT / "examples/configs" / self.config), *self.overrides,
             f"logger.log_dir={self.folder.resolve()}", "logger.console=plain",
         ]  # fmt: skip
+
+
+def add_run_options(parser: argparse.ArgumentParser, names: Sequence[str], *, what: str, seeds: str, note: str) -> None:
+    """The options of benchmarks that compare arms over seeds.
+
+    Args:
+        names: of the arms.
+        what: they are called, in the plural: the option.
+        seeds: the default, separated by commas.
+        note: on the seeds, for the help.
+    """
+    parser.add_argument(f"--{what}", default=",".join(names), help="names, separated by commas; default: all")
+    parser.add_argument("--seeds", default=seeds, help=note)
+    parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
+    parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
+    parser.add_argument("overrides", nargs="*", help="further key=value of every run")
+
+
+def parse_runs(
+    parser: argparse.ArgumentParser, known: Sequence[str], *, what: str
+) -> tuple[argparse.Namespace, list[str], list[int]]:
+    """The arguments, the names and the seeds; ends the program where a name is unknown."""
+    arguments = parser.parse_args()
+    names = getattr(arguments, what).split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--{what}: {', '.join(unknown)}; there are: {', '.join(known)}")
+    return arguments, names, [int(seed) for seed in arguments.seeds.split(",")]
 
 
 class Starter:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import ROOT, Run, Starter, last, markdown, spread
+from runs import ROOT, Run, Starter, add_run_options, last, markdown, parse_runs, spread
 
 from lora_rl.lora.peft_io import CONFIG_FILE
 
@@ -85,19 +85,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--choosing-steps", type=int, default=60, help="steps of the runs that choose learning rates")
-    parser.add_argument("--seeds", default="1,2,3,4,5", help="not 0, which chooses the learning rates")
-    parser.add_argument("--arms", default=",".join(ARMS), help="names, separated by commas; default: all")
     parser.add_argument("--out", type=Path, default=Path("results/svd_lora"))
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--page", action="store_true", help="also write the tables into docs/svd-lora.md")
-    parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
-    parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
-    parser.add_argument("overrides", nargs="*", help="further key=value of every GRPO run")
-    arguments = parser.parse_args()
-    names, seeds = arguments.arms.split(","), [int(seed) for seed in arguments.seeds.split(",")]
-    if unknown := [name for name in names if name not in ARMS]:
-        parser.error(f"--arms: {', '.join(unknown)}; there are: {', '.join(ARMS)}")
+    add_run_options(parser, list(ARMS), what="arms", seeds="1,2,3,4,5", note="not 0, which chooses the learning rates")
+    arguments, names, seeds = parse_runs(parser, list(ARMS), what="arms")
     if CHOOSING_SEED in seeds:
         parser.error(f"--seeds: {CHOOSING_SEED} chooses the learning rates")
     starter = Starter(arguments.jobs, arguments.lock)

@@ -73,7 +73,7 @@ class SigmaSender(WeightSender):
     def payload(self, *, changed: bool = False) -> np.ndarray:
         """As in `WeightSender`; what changes between pushes is at the front."""
         whole = super().payload()
-        return whole[: self._sigma_bytes] if changed and self._last is not None and self._pushes > 1 else whole
+        return whole[: self._sigma_bytes] if changed and self._pushes > 1 else whole
 
     def send(self, version: int, *, must_differ: bool) -> Push | None:
         """See `WeightSender.send`."""

@@ -1,22 +1,6 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning, GRPO from its adapter with a KL penalty to it, evaluation of both.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-# A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
-work=$(mktemp -d -p /tmp)
-trap 'rm -rf "$work"' EXIT
-export RAY_TMPDIR=$work
-step() { # step <name> <command...>
-  local name=$1
-  shift
-  if ! "$@" >"$work/$name.out" 2>&1; then
-    tail -n 40 "$work/$name.out"
-    echo "FAIL   $name ended with an error"
-    exit 1
-  fi
-  echo "PASS   $name ended by itself"
-}
-common=(logger.console=plain logger.tensorboard_enabled=false grpo.max_val_samples=256)
+source "$(dirname "$0")/steps.sh"
 
 step sft uv run examples/run_sft.py --config examples/configs/sft_tiny_cpu.yaml sft.max_num_steps=30 sft.val_period=30 \
   checkpointing.enabled=true "logger.log_dir=$work/sft" "${common[@]}"

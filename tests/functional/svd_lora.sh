@@ -1,22 +1,6 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning, GRPO on the singular values of its adapter, resume on two ranks, evaluation, export.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-# A short path: Ray puts Unix sockets below it, whose names have at most 107 characters.
-work=$(mktemp -d -p /tmp)
-trap 'rm -rf "$work"' EXIT
-export RAY_TMPDIR=$work
-step() { # step <name> <command...>
-  local name=$1
-  shift
-  if ! "$@" >"$work/$name.out" 2>&1; then
-    tail -n 40 "$work/$name.out"
-    echo "FAIL   $name ended with an error"
-    exit 1
-  fi
-  echo "PASS   $name ended by itself"
-}
-common=(logger.console=plain logger.tensorboard_enabled=false grpo.max_val_samples=256)
+source "$(dirname "$0")/steps.sh"
 svd=policy.megatron_cfg.peft.svd
 grpo=(uv run examples/run_grpo.py --config examples/configs/svd_lora_cpu.yaml grpo.num_prompts_per_step=32
   policy.train_global_batch_size=null loss_fn.reference_policy_kl_penalty=0.01 checkpointing.enabled=true

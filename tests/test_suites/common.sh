@@ -1,6 +1,7 @@
 # Shared by the scripts of recipes, which are named as the recipe they run. Source it, then:
 #   run_recipe [key=value ...]   runs the recipe with these overrides in a folder of its own
 #   check "expression" ...       checks what the run recorded, see tests/functional/check_metrics.py
+#   check_twin, check_large      the same, with what holds for every twin of six steps, or large recipe of 20, before it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 name=$(basename "$0" .sh)
@@ -22,4 +23,14 @@ run_recipe() {
 
 check() {
   uv run --no-sync tests/functional/check_metrics.py "$work/run/metrics.jsonl" "$@"
+}
+
+check_twin() {
+  check "count(train/reward) == 6" "max(sync/parity) < 1e-4" "min(train/grad_norm) > 0" \
+    "last(sync/version) == 7" "min(train/reward) > 0.2" "last(val/accuracy) > 0.3" "$@"
+}
+
+check_large() {
+  check "count(train/reward) == 20" "min(train/grad_norm) > 0" "last(sync/version) == 21" \
+    "mean(train/token_mult_prob_error) < 1.05" "mean(train/reward, 16, 20) > mean(train/reward, 1, 5)" "$@"
 }
