@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results/benchmarks}
 mkdir -p "$out"
-export OMP_NUM_THREADS=1
 
 measure() { # measure <name> <arguments...>: keeps what the benchmark prints
   local name=$1

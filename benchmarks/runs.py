@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import shutil
 import signal
 import statistics
@@ -69,7 +70,7 @@ def add_run_options(parser: argparse.ArgumentParser, names: Sequence[str], *, wh
     parser.add_argument(f"--{what}", default=",".join(names), help="names, separated by commas; default: all")
     parser.add_argument("--seeds", default=seeds, help=note)
     parser.add_argument("--table", action="store_true", help="start nothing, print what is complete")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on two cores a run is mostly one thread")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, with one thread per process if several")
     parser.add_argument("--lock", type=Path, help="file to lock during each run, where the machine is shared")
     parser.add_argument("overrides", nargs="*", help="further key=value of every run")
 
@@ -127,7 +128,9 @@ class Starter:
             run.prepare(run.folder)
         sys.stderr.write(f"{run.folder.name} ...\n")
         with locked(self.lock), run.folder.with_suffix(".log").open("w") as log:
-            process = subprocess.Popen(run.command(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            # Side by side, each of them has one core.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"} if self.jobs > 1 else None
+            process = subprocess.Popen(run.command(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
             self._processes.add(process)
             try:
                 return process.wait() == 0

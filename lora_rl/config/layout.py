@@ -16,8 +16,9 @@ from lora_rl.config.schema import RunConfig
 
 PlatformName = Literal["cpu", "cuda"]
 
-# Below this width a matrix product is too small to share: a second OpenMP thread only spins.
+# Below this width a matrix product is too small to share among many OpenMP threads, or with others on the same cores.
 _MIN_HIDDEN_SIZE_FOR_THREADS = 512
+_MAX_THREADS_IF_TINY = 2
 # On a GPU the CPU threads only feed the device.
 _MAX_THREADS_WITH_GPU = 8
 _MAX_RANKS_LISTED = 32
@@ -137,7 +138,11 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
     world_size = sum(ranks_on)
     dp = world_size // (tp * pp)
     engine_tp = vllm.tensor_parallel_size
-    tiny = platform == "cpu" and _is_tiny(config)
+    # Generating while training, both sides use the cores at once; otherwise they take turns, and each may use all.
+    at_once = config.grpo.async_grpo.enabled and not own
+    engine_processes = max(1, engines * engine_tp)
+    processes = per_node + engine_processes if at_once else 0
+    most = _most_threads(config, platform)
     return Layout(
         platform=platform,
         tp=tp,
@@ -151,9 +156,8 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
         sequences_per_step=config.sequences_per_step,
         optimizer_steps_per_batch=config.sequences_per_step // config.train_global_batch_size,
         sequences_per_rank=config.train_global_batch_size // dp,
-        # Ranks and engines take turns, so each side may use all cores.
-        threads_per_rank=megatron.num_threads or _threads(cores, per_node, platform, tiny),
-        threads_per_engine=vllm.num_threads or _threads(cores, max(1, engines * engine_tp), platform, tiny),
+        threads_per_rank=megatron.num_threads or _threads(cores, processes or per_node, most),
+        threads_per_engine=vllm.num_threads or _threads(cores, processes or engine_processes, most),
         colocated=config.policy.generation.colocated.enabled,
     )
 
@@ -297,11 +301,17 @@ def _gpu_devices() -> list[Path]:
     return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _threads(cores: int, processes: int, platform: PlatformName, tiny: bool) -> int:
-    if tiny:
-        return 1
-    threads = max(1, cores // processes)
-    return threads if platform == "cpu" else min(threads, _MAX_THREADS_WITH_GPU)
+def _threads(cores: int, processes: int, most: float) -> int:
+    return int(max(1, min(cores // processes, most)))
+
+
+def _most_threads(config: RunConfig, platform: PlatformName) -> float:
+    """Of a process: what is of use to it, and not more than `OMP_NUM_THREADS` in the environment, if it is there."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    most = float(asked) if asked.isdecimal() and int(asked) > 0 else math.inf
+    if platform == "cuda":
+        return min(most, _MAX_THREADS_WITH_GPU)
+    return min(most, _MAX_THREADS_IF_TINY) if _is_tiny(config) else most
 
 
 def _is_tiny(config: RunConfig) -> bool:

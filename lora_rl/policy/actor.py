@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lora_rl.cluster.nodes import this_node
+from lora_rl.cluster.threads import set_threads
 from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class PolicyActor:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._platform_name, self._threads = platform, threads
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        set_threads(threads)
         os.environ["LOCAL_RANK"] = str(rank % (config.cluster.gpus_per_node or world_size))
 
     def ping(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lora_rl.cluster.nodes import this_node
+from lora_rl.cluster.threads import set_threads
 from lora_rl.rollout.serving import EngineServer, Heartbeat, Job, JobResult
 from lora_rl.track.logs import capture_to_file
 
@@ -37,7 +38,7 @@ class EngineActor:
         self._log = capture_to_file(log)
         logging.warning("engine for %s, process %d, %s", settings.model, os.getpid(), this_node())
         self._settings = settings
-        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+        set_threads(settings.num_threads)
 
     def new_engine(self) -> Any:
         """Import vLLM and load the model; called in the server's thread."""

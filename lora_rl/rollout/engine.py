@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rl.cluster.memory import held_memory
+from lora_rl.cluster.threads import set_threads
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
@@ -84,7 +85,7 @@ class Engine:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
             # Two processes share the cores: pinning threads to cores would put both on the same ones.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+            set_threads(settings.num_threads)
             if settings.enforce_eager:
                 # Small helpers of the sampler are compiled whatever `enforce_eager` says: seconds of C++ compiler.
                 os.environ["TORCH_COMPILE_DISABLE"] = "1"

@@ -13,6 +13,7 @@ from lora_rl.rollout.queue import PromptQueue
 from lora_rl.rollout.seats import JobRefused
 from lora_rl.rollout.types import Completion, GenerationRequest, PromptGroup, Rollout, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
+from lora_rl.track import names
 
 if TYPE_CHECKING:
     from lora_rl.config import RunConfig
@@ -43,7 +44,7 @@ class RolloutSource(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What there is to say about the groups of the last step, as metrics of `rollout/`."""
+        """What there is to say about the groups of the last step: `names.GENERATED_TOKENS` and others of `rollout/`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class DynamicSampling:
         self._limit = grpo.dynamic_sampling_max_gen_batches * grpo.num_prompts_per_step
         self._wanted = grpo.num_prompts_per_step
         self._by_component = grpo.adv_estimator.name == "gdpo"
-        self.kept = self.generated = 0
+        self.kept = self.generated = self.tokens = 0
 
     def keep(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether to train on a group.
@@ -188,6 +189,7 @@ class DynamicSampling:
             ValueError: as many groups as allowed were generated for this step, and too few of them vary.
         """
         self.generated += 1
+        self.tokens += sum(len(r.completion.token_ids) for r in rollouts)
         if not self.enabled or is_informative(rollouts, by_component=self._by_component):
             self.kept += 1
             return True
@@ -201,9 +203,12 @@ class DynamicSampling:
 
     def start_step(self) -> dict[str, float]:
         """Count anew; what was counted for the last step."""
-        counted = {"rollout/generated_groups": self.generated, "rollout/kept_share": self.kept / max(self.generated, 1)}
-        self.kept = self.generated = 0
-        return counted if self.enabled else {}
+        counted = {names.GENERATED_TOKENS: self.tokens}
+        if self.enabled:
+            counted["rollout/generated_groups"] = self.generated
+            counted["rollout/kept_share"] = self.kept / max(self.generated, 1)
+        self.kept = self.generated = self.tokens = 0
+        return counted
 
 
 @dataclass

@@ -11,6 +11,8 @@ LR = "train/lr"
 NLL = "train/nll"
 VAL_NLL = "val/nll"
 ACCURACY = "val/accuracy"  # on held-out prompts, 0 to 1
+# Tokens of all completions that were sampled for a step, those of groups that dynamic sampling drops included.
+GENERATED_TOKENS = "rollout/generated_tokens"
 
 # Of asynchronous runs only. Ages count weight versions between sampling and training.
 AGE = "rollout/age_mean"

@@ -21,6 +21,7 @@ from lora_rl.next.ledger import Ledger
 from lora_rl.next.predictors import Predictor
 from lora_rl.next.propose import Proposal, predictors, propose
 from lora_rl.next.watch import Outcome, Watch
+from lora_rl.track import names
 from lora_rl.train.jump_gate import GateRollouts, limits, measure
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Extrapolation:
         self.rewards.append(reward)
         self.ledger.step(
             optimizer_steps=updates,
-            generated=sum(len(r.completion.token_ids) for r in rollouts),
+            generated=int(source.metrics()[names.GENERATED_TOKENS]),
             trained=sum(r.length for r in kept),
         )
         began = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -153,6 +153,7 @@ def train(
             with timer("generation"):
                 job.turns.to_engines()
                 rollouts = source.next_step(step)
+                generated = source.metrics()
                 job.turns.note("generation")
             last.clear()
             with timer("training"):
@@ -182,13 +183,13 @@ def train(
             record = recorder.log(
                 step,
                 rollout_metrics(rollouts, signal),
-                source.metrics(),
+                generated,
                 {f"train/{name}": value for name, value in {**trained, **signal.metrics}.items()},
                 synced,
                 jumped,
                 validated,
                 job.turns.ledger(),
-                timer.end_step(tokens=tokens_per_phase(rollouts, kept, config)),
+                timer.end_step(tokens=tokens_per_phase(generated, kept, config)),
             )
             if rollout_log is not None:
                 used = {(r.group_id, r.sample_index): a for r, a in zip(kept, signal.advantages, strict=True)}
@@ -365,15 +366,19 @@ def rollout_metrics(rollouts: Sequence[Rollout], signal: LearningSignal) -> dict
     }
 
 
-def tokens_per_phase(rollouts: Sequence[Rollout], kept: Sequence[Rollout], config: RunConfig) -> dict[str, int]:
+def tokens_per_phase(generated: Mapping[str, float], kept: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
     """Tokens generated, and tokens (prompts included) the trainer ran over.
+
+    Args:
+        generated: metrics of the rollout source.
+        kept: rollouts that were trained on.
 
     Generating while training takes place in no phase of its own.
     """
     training = {"training": sum(r.length for r in kept)}
     if config.grpo.async_grpo.enabled:
         return training
-    return {"generation": sum(len(r.completion.token_ids) for r in rollouts), **training}
+    return {"generation": generated[names.GENERATED_TOKENS], **training}
 
 
 def to_sample(rollout: Rollout) -> Sample:

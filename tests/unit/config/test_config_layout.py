@@ -28,9 +28,16 @@ def test_batch_counts(config_file):
     assert (got.dp, got.sequences_per_step, got.optimizer_steps_per_batch, got.sequences_per_rank) == (2, 256, 4, 32)
 
 
-def test_tiny_models_get_one_thread_and_wider_ones_all_cores(config_file, wide_model):
+@pytest.fixture(autouse=True)
+def no_limit_on_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_tiny_models_get_two_threads_and_wider_ones_all_cores(config_file, wide_model):
     tiny = derive_layout(load_config(config_file), cores=8)
-    assert (tiny.threads_per_rank, tiny.threads_per_engine) == (1, 1)
+    assert (tiny.threads_per_rank, tiny.threads_per_engine) == (2, 2)
+    split = derive_layout(load_config(config_file, [f"{TP}=2"]), cores=2)
+    assert (split.threads_per_rank, split.threads_per_engine) == (1, 2)
     overrides = [f"policy.model_name={wide_model}", "cluster.gpus_per_node=2"]
     wide = derive_layout(load_config(config_file, overrides), cores=8)
     assert (wide.threads_per_rank, wide.threads_per_engine) == (4, 8)
@@ -38,6 +45,27 @@ def test_tiny_models_get_one_thread_and_wider_ones_all_cores(config_file, wide_m
     assert (few.threads_per_rank, few.threads_per_engine) == (1, 1)
     limited = derive_layout(load_config(config_file, [*overrides, "cluster.num_cpus=4"]))
     assert (limited.threads_per_rank, limited.threads_per_engine) == (2, 4)
+
+
+def test_cores_are_shared_where_engines_generate_while_the_policy_trains(config_file, wide_model):
+    overrides = [
+        f"policy.model_name={wide_model}",
+        *APART,
+        f"{OWN}=1",
+        "loss_fn.use_importance_sampling_correction=true",
+    ]
+    in_turns = derive_layout(load_config(config_file, overrides), cores=8)
+    assert (in_turns.threads_per_rank, in_turns.threads_per_engine) == (8, 8)
+    at_once = derive_layout(load_config(config_file, [*overrides, "grpo.async_grpo.enabled=true"]), cores=8)
+    assert (at_once.threads_per_rank, at_once.threads_per_engine) == (4, 4)
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("3", (3, 3)), ("64", (4, 8)), ("", (4, 8)), ("nonsense", (4, 8))])
+def test_omp_num_threads_is_an_upper_limit(config_file, wide_model, monkeypatch, asked, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    config = load_config(config_file, [f"policy.model_name={wide_model}", "cluster.gpus_per_node=2"])
+    got = derive_layout(config, cores=8)
+    assert (got.threads_per_rank, got.threads_per_engine) == threads
 
 
 def test_configured_threads_win(config_file):

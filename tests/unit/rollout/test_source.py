@@ -16,7 +16,8 @@ from lora_rl.rollout.source import (
     validation_groups,
     validation_sampling,
 )
-from lora_rl.rollout.types import GenerationRequest, PromptGroup, SamplingSettings, StopReason
+from lora_rl.rollout.types import Completion, GenerationRequest, PromptGroup, SamplingSettings, StopReason
+from lora_rl.track import names
 from tests.support.configs import tiny_config
 from tests.support.models import write_tokenizer
 from tests.support.rollouts import ScriptedEngines, completion, prompt
@@ -95,6 +96,29 @@ def test_group_ids_never_repeat_over_steps(tokenizer: Tokenizer, models: dict[st
     assert len({r.group_id for step in steps for r in step}) == 12
     assert [r.prompt.id for r in steps[0][::4]] == ["0", "1", "2", "0"]
     assert [r.prompt.id for r in steps[1][::4]] == ["1", "2", "0", "1"]
+
+
+def test_tokens_of_dropped_groups_count_as_generated(tokenizer: Tokenizer, models: dict[str, Path]) -> None:
+    sampled: list[int] = []
+
+    def answer(request: GenerationRequest) -> Completion:
+        # Every other group is all right, and dropped.
+        number = len(sampled)
+        text = "7" if number // 4 % 2 == 0 or number % 2 else "88"
+        tokens = (*tokenizer.encode(text), tokenizer.eos_token_id)
+        sampled.append(len(tokens))
+        return completion(tokens)
+
+    prompts = PromptQueue(PromptSource([prompt(str(n)) for n in range(40)], shuffle=False))
+    for overrides in ((), ("grpo.use_dynamic_sampling=true",)):
+        source = SyncRolloutSource(
+            Generator(ScriptedEngines(answer), tokenizer, 0), prompts, tiny_config(models["tied"], *overrides), print
+        )
+        for step in (1, 2):
+            sampled.clear()
+            rollouts = source.next_step(step)
+            assert source.metrics()[names.GENERATED_TOKENS] == sum(sampled)
+            assert (len(sampled) > len(rollouts)) == bool(overrides)
 
 
 def test_sampling_settings_come_from_the_configuration(models: dict[str, Path]) -> None:

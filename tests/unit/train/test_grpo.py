@@ -24,7 +24,7 @@ from lora_rl.rollout.types import (
     build_train_batch,
 )
 from lora_rl.sync.errors import SyncError
-from lora_rl.track import Console, PhaseTimer, RunRecorder, read_metrics
+from lora_rl.track import Console, PhaseTimer, RunRecorder, names, read_metrics
 from lora_rl.train.grpo import (
     is_stale,
     is_validation_step,
@@ -123,9 +123,10 @@ def test_rollout_metrics_count_all_rollouts(config: RunConfig) -> None:
         "reward/correct": 3 / 8,
         "reward/wrong": 5 / 8,
     }
-    assert tokens_per_phase(rollouts, rollouts[:2], config) == {"generation": 20, "training": 8}
+    generated = {names.GENERATED_TOKENS: 20}
+    assert tokens_per_phase(generated, rollouts[:2], config) == {"generation": 20, "training": 8}
     asynchronous = with_grpo(config, async_grpo=AsyncGRPOConfig(enabled=True))
-    assert tokens_per_phase(rollouts, rollouts[:2], asynchronous) == {"training": 8}
+    assert tokens_per_phase(generated, rollouts[:2], asynchronous) == {"training": 8}
     sample = to_sample(rollouts[6])
     assert (sample.prompt, sample.expected, sample.reward) == ("p3", "7", 0.0)
     assert "length" in sample.stop_reason
