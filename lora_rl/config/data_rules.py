@@ -39,6 +39,10 @@ def one_source_of_prompts(config: RunConfig) -> Iterator[Violation]:
     if sft.val_path is not None and sft.train_path is None:
         problem = "has no effect without sft.train_path: the source of data has its own held-out part; leave it null"
         yield Violation("sft.val_path", problem, sft.val_path)
+    for key in ("prompt_key", "answer_key"):
+        if getattr(sft, key) is not None and sft.train_path is None and data.task is not None:
+            problem = f"has no effect: data.task {data.task} has no columns; leave it null, or give sft.train_path"
+            yield Violation(f"sft.{key}", problem, getattr(sft, key))
     pairs = [(data.train_path, data.val_path)] * (data.task is None) + [(sft.train_path, sft.val_path)]
     files = [(train, val) for train, val in pairs if train is not None]
     if data.validation_split and all(val is not None for _, val in files):

@@ -52,16 +52,13 @@ def load_examples(config: RunConfig, warn: Callable[[str], None] = lambda _: Non
         ValueError: see `lora_rl.data.load_prompts`; an example without an answer; none that fits.
     """
     sft, data = config.sft, config.data
+    source: dict[str, Any] = {
+        "input_key": sft.prompt_key or data.input_key,
+        "output_key": sft.answer_key or data.output_key,
+    }
     if sft.train_path is not None:
-        data = data.model_copy(
-            update={
-                "task": None,
-                "train_path": sft.train_path,
-                "val_path": sft.val_path,
-                "input_key": sft.prompt_key or data.input_key,
-                "output_key": sft.answer_key or data.output_key,
-            }
-        )
+        source |= {"task": None, "train_path": sft.train_path, "val_path": sft.val_path}
+    data = data.model_copy(update=source)
     tokenizer = load_tokenizer(config.policy.tokenizer_name, config.policy.tokenizer.chat_template)
     train, held_out = load_prompts(data, tokenizer, warn)
     for prompt in (*train, *held_out):

@@ -107,8 +107,8 @@ class SFTConfig(Section):
     val_path: str | None = Field(
         None, description="The same for validation; null: data.validation_split of train_path, or the source of data."
     )
-    prompt_key: str | None = Field(None, description="Column of the prompt; null: data.input_key.")
-    answer_key: str | None = Field(None, description="Column of the answer; null: data.output_key.")
+    prompt_key: str | None = Field(None, description="Column of the prompt in that source; null: data.input_key.")
+    answer_key: str | None = Field(None, description="Column of the answer in that source; null: data.output_key.")
     batch_size: PositiveInt = Field(64, description="Examples per step, which is one optimizer step.")
     max_num_steps: PositiveInt = Field(200, description="Steps after which the run ends.")
     max_num_epochs: PositiveInt | None = Field(

@@ -155,6 +155,8 @@ CASES = [
     ([f"data.train_path={DATA}"], "data.train_path", "has no effect with data.task addition; set data.task to", None),
     ([f"data.val_path={DATA}"], "data.val_path", "has no effect with data.task addition", None),
     ([f"sft.val_path={DATA}"], "sft.val_path", "has no effect without sft.train_path", None),
+    (["sft.answer_key=solution"], "sft.answer_key", "has no effect: data.task addition has no columns", None),
+    (["sft.prompt_key=text"], "sft.prompt_key", "has no effect: data.task addition has no columns", None),
     (["data.validation_split=0.1"], "data.validation_split", "because of data.task addition, which holds prompts", 0),
     (
         ["data.task=null", f"data.train_path={DATA}", f"data.val_path={DATA}", "data.validation_split=0.1"],

@@ -139,6 +139,15 @@ def test_examples_come_from_the_source_of_data_too(models: dict[str, Path], tmp_
     config = as_sft(tiny_config(models["tied"], "data.task=null", f"data.train_path={path}"))
     _, prompts, held_out, _ = load_examples(config)
     assert (len(prompts), held_out) == (40, [])
+    path.write_text('{"prompt": "1", "answer": "2", "q": "3", "solution": "4"}\n')
+    keys = ["data.task=null", f"data.train_path={path}", "sft.answer_key=solution"]
+    for overrides, expected in ((keys, ("1", "4")), ([*keys, "sft.prompt_key=q"], ("3", "4"))):
+        _, prompts, _, _ = load_examples(as_sft(tiny_config(models["tied"], *overrides)))
+        assert [(p.text, p.answer) for p in prompts.prompts] == [expected]
+
+
+def test_examples_are_split_as_prompts_are(models: dict[str, Path], tmp_path: Path) -> None:
+    path = write(tmp_path, "".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(40)))
     split = as_sft(tiny_config(models["tied"], f"sft.train_path={path}", "data.validation_split=0.3"))
     _, prompts, held_out, _ = load_examples(split)
     assert len(prompts) + len(held_out) == 40 and held_out
