@@ -52,6 +52,23 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
         if address is not None:
             _attach(address)
         else:
+            _start(num_cpus, num_gpus)
+        if handles_sigterm:
+            signal.signal(signal.SIGTERM, sigterm)
+        yield
+    finally:
+        ray.shutdown()
+        notices.propagate = True
+        notices.removeHandler(handler)
+        handler.close()
+
+
+def _start(num_cpus: int, num_gpus: int) -> None:
+    """A second time, too: Ray gives its own node half a minute, which an overloaded machine may not have."""
+    import ray
+
+    for last_try in (False, True):
+        try:
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -63,14 +80,12 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
                 # Objects here are token ids and metrics; weights never travel through the object store.
                 object_store_memory=256 * 1024**2,
             )
-        if handles_sigterm:
-            signal.signal(signal.SIGTERM, sigterm)
-        yield
-    finally:
-        ray.shutdown()
-        notices.propagate = True
-        notices.removeHandler(handler)
-        handler.close()
+            return
+        except Exception as error:
+            if last_try or "timed out" not in str(error).lower():
+                raise
+            logging.getLogger("ray._private").warning("Ray is started again: %s", error)
+            ray.shutdown()
 
 
 def _attach(address: str) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 
 from lora_rl.cluster import workers
+from lora_rl.cluster.local import ray_session
 from lora_rl.cluster.workers import Worker, WorkerError, wait
 
 pytestmark = pytest.mark.e2e
@@ -124,3 +126,23 @@ def test_a_started_ray_listens_on_loopback_only(local_ray: None) -> None:
 
     [node] = ray.nodes()
     assert node["NodeManagerAddress"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("message", ["The current node timed out during startup.", "no space left"])
+def test_a_start_that_timed_out_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: str
+) -> None:
+    starts = []
+
+    def init(**options: object) -> None:
+        starts.append(options)
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(ray, "init", init)
+    with (
+        pytest.raises(RuntimeError, match=message),
+        ray_session(address=None, num_cpus=1, num_gpus=0, log_file=tmp_path / "ray.log"),
+    ):
+        raise AssertionError("there is no Ray")
+    assert len(starts) == (2 if "timed out" in message else 1)
+    assert all(options == starts[0] for options in starts)
