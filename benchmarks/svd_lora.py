@@ -2,9 +2,9 @@
 
 uv run benchmarks/svd_lora.py [--jobs 2] [--seeds 1,2,3,4,5] [--out results/svd_lora] [--figure FILE]
 
-First the adapter is made by supervised fine-tuning. Then each arm gets its learning rate, the best of three by accuracy
-on 405 held-out pairs, on a seed of its own. Then all arms run with the other seeds. A run that is complete in --out is
-not repeated. Prints a table in Markdown, which `--page` also writes into docs/svd-lora.md, and draws the rewards, mean
+First the adapter is made by supervised fine-tuning. Then each arm gets its learning rate, the best of its `rates` by
+accuracy on 405 held-out pairs, on a seed of its own. Then all arms run with the other seeds. A run that is complete in
+--out is not repeated. Prints a table in Markdown, which `--page` also writes into docs/svd-lora.md, and draws the rewards, mean
 and standard deviation over the seeds.
 
 The arm `random` tells whether it matters that the directions are those of fine-tuning: the start is the same policy,
@@ -62,8 +62,8 @@ class Arm:
 
 ARMS = {
     "lora": Arm("LoRA: A and B", None, (3e-4, 1e-3, 3e-3)),
-    "product": Arm("SVD-LoRA, product", "product", (1e-2, 3e-2, 1e-1)),
-    "factors": Arm("SVD-LoRA, factors", "factors", (1e-2, 3e-2, 1e-1)),
+    "product": Arm("SVD-LoRA, product", "product", (1e-2, 3e-2, 1e-1, 3e-1)),
+    "factors": Arm("SVD-LoRA, factors", "factors", (1e-2, 3e-2, 1e-1, 3e-1)),
     "core": Arm("SVD-LoRA, core", "core", (3e-3, 1e-2, 3e-2)),
     "random": Arm("product, random vectors", "product", (1e-2, 3e-2, 1e-1), random=True),
 }
@@ -99,7 +99,7 @@ def main() -> int:
 
     tuning = FineTuning(arguments.out / "sft", 0, "sft_svd_lora_cpu.yaml", script="run_sft.py")
     choosing = {name: {rate: choosing_run(name, rate, arguments) for rate in ARMS[name].rates} for name in names}
-    ordered = [by_rate[rate] for i in range(3) for by_rate in choosing.values() for rate in [list(by_rate)[i]]]
+    ordered = [run for by_rate in choosing.values() for run in by_rate.values()]
     if not complete([tuning]):
         return 1
     if any(ARMS[name].random for name in names) and not arguments.table:
@@ -281,7 +281,7 @@ def draw(found: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], path: Path)
             kl = [mean(records[-WINDOW:], "train/kl") for records in runs]
             scatter.scatter(kl, [last(records, "val/accuracy") for records in runs], color=colour, s=18)
         curve.set(xlabel="step", ylabel="reward", title="Reward, running mean of five steps")
-        curve.legend(loc="lower right")
+        figure.legend(loc="outside lower center", ncols=len(found))
         scatter.set(xlabel="KL to the start, nats per token", ylabel="accuracy", title="Held-out accuracy, each seed")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
