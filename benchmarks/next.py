@@ -54,7 +54,7 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
         (*JUMPS, *PAPER, f"{NEXT}.predictor.type=random"),
     ),
 }
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (2.5e-4, 5e-4, 1e-3)
 CHOOSING_SEED, WINDOW, HORIZONS = 0, 5, (1, 2, 3, 4, 5)
 
 
