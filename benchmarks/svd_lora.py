@@ -4,8 +4,8 @@ uv run benchmarks/svd_lora.py [--jobs 2] [--seeds 1,2,3,4,5] [--out results/svd_
 
 First the adapter is made by supervised fine-tuning. Then each arm gets its learning rate, the best of its `rates` by
 accuracy on 405 held-out pairs, on a seed of its own. Then all arms run with the other seeds. A run that is complete in
---out is not repeated. Prints a table in Markdown, which `--page` also writes into docs/svd-lora.md, and draws the rewards,
-mean and standard deviation over the seeds.
+--out is not repeated. Prints a table in Markdown, which `--page` also writes into docs/svd-lora.md, and draws the
+rewards, mean and standard deviation over the seeds.
 
 The arm `random` tells whether it matters that the directions are those of fine-tuning: the start is the same policy,
 but what is trained are singular values of random orthonormal vectors. Its base model is the fine-tuned one, merged,
