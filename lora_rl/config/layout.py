@@ -22,6 +22,8 @@ _MAX_THREADS_IF_TINY = 2
 # On a GPU the CPU threads only feed the device.
 _MAX_THREADS_WITH_GPU = 8
 _MAX_RANKS_LISTED = 32
+# vLLM's own choice for offline generation on CPUs.
+_BATCHED_TOKENS_ON_CPU = 4096
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,17 @@ def derive_layout(config: RunConfig, *, platform: PlatformName | None = None, co
         threads_per_engine=vllm.num_threads or _threads(cores, processes or engine_processes, most),
         colocated=config.policy.generation.colocated.enabled,
     )
+
+
+def engine_batched_tokens(config: RunConfig, platform: PlatformName) -> int | None:
+    """Tokens of one iteration of an engine; None leaves it to vLLM.
+
+    On the CPU no prompt is split over iterations, so that one has to hold the longest sequence.
+    """
+    asked = config.policy.generation.vllm_cfg.max_num_batched_tokens
+    if asked is not None or platform == "cuda":
+        return asked
+    return max(_BATCHED_TOKENS_ON_CPU, config.engine_max_model_len)
 
 
 def engine_nodes(config: RunConfig) -> int:

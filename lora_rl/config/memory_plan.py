@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lora_rl.config import memory_parts as parts
 from lora_rl.config.hardware import device_memory
-from lora_rl.config.layout import Layout
+from lora_rl.config.layout import Layout, engine_batched_tokens
 from lora_rl.config.memory_parts import PRECISION_BYTES, Trainer
 from lora_rl.config.memory_table import GIB, Holder, Item, MemoryPlan, gib, peak
 from lora_rl.config.model_files import ModelFacts, read_model_facts
@@ -162,7 +162,7 @@ def _engine(config: RunConfig, layout: Layout, shape: Shape, trainer: Trainer, l
     # Slots for two versions; merging engines hold the factors for the length of a push.
     adapters = {"adapter": 2 * adapters, "adapter_merge": 0, "merged": 0}[mode]
     cuda = layout.platform == "cuda"
-    tokens = vllm.max_num_batched_tokens or (parts.ENGINE_TOKENS if cuda else 4096)
+    tokens = engine_batched_tokens(config, layout.platform) or parts.ENGINE_TOKENS
     work = parts.engine_activations(shape, tp=tp, precision=precision, tokens=tokens, sequences=vllm.max_num_seqs)
     process, asleep = (GPU_PROCESS if cuda else CPU_ENGINE), cuda and layout.colocated
     per_token = parts.kv_cache_per_token(shape, tp=tp, precision=precision)

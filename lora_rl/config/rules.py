@@ -141,11 +141,16 @@ def microbatch_size_is_known(config: RunConfig) -> Iterator[Violation]:
 
 
 def engine_iteration_holds_sequences(config: RunConfig) -> Iterator[Violation]:
-    """vLLM decodes one token of each running sequence per iteration."""
+    """vLLM decodes one token of each running sequence per iteration, and on the CPU takes prompts whole."""
     vllm = config.policy.generation.vllm_cfg
-    tokens = vllm.max_num_batched_tokens
+    tokens, longest = vllm.max_num_batched_tokens, config.engine_max_model_len
     if tokens is not None and tokens < vllm.max_num_seqs:
         problem = f"must be at least policy.generation.vllm_cfg.max_num_seqs = {vllm.max_num_seqs}, or null"
+        yield Violation("policy.generation.vllm_cfg.max_num_batched_tokens", problem, tokens)
+    elif tokens is not None and tokens < longest and platform_of(config) == "cpu":
+        problem = (
+            f"on the CPU no prompt is split, so one sequence of {longest} tokens must fit; raise it to that, or null"
+        )
         yield Violation("policy.generation.vllm_cfg.max_num_batched_tokens", problem, tokens)
 
 

@@ -28,6 +28,7 @@ class EngineSettings:
         platform: `cpu` or `cuda`.
         dtype: weight and activation type.
         max_model_len: prompt plus completion tokens.
+        max_num_batched_tokens: of one iteration, at least max_model_len on the CPU; None: vLLM's default.
         kv_cache_gib: size of the KV cache on CPU, in GiB.
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         num_threads: OpenMP threads (CPU).
@@ -102,6 +103,10 @@ class Engine:
         options: dict[str, Any] = {}
         if settings.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = settings.max_num_batched_tokens
+        if settings.platform == "cpu":
+            # What is sampled after a part of a prompt is thrown away, and vLLM then takes the request's random numbers
+            # back, which torch's generators for the CPU cannot do: no prompt is split.
+            options["enable_chunked_prefill"] = False
         if settings.adapter_rank:
             options |= {"enable_lora": True, "max_lora_rank": engine_rank(settings.adapter_rank)}
             options |= {"lora_target_modules": list(settings.adapter_modules)}

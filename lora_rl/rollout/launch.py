@@ -48,6 +48,7 @@ def start_engine(
 
 def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
     """The configuration's engine section, with everything derived filled in."""
+    from lora_rl.config.layout import engine_batched_tokens
     from lora_rl.lora.targets import hf_linears
     from lora_rl.rollout.engine import EngineSettings
 
@@ -63,7 +64,7 @@ def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
         tensor_parallel_size=vllm.tensor_parallel_size,
         max_model_len=config.engine_max_model_len,
         max_num_seqs=vllm.max_num_seqs,
-        max_num_batched_tokens=vllm.max_num_batched_tokens,
+        max_num_batched_tokens=engine_batched_tokens(config, layout.platform),
         enforce_eager=vllm.enforce_eager,
         enable_prefix_caching=vllm.enable_prefix_caching,
         kv_cache_gib=vllm.kv_cache_gib,

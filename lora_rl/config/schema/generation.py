@@ -73,7 +73,8 @@ class VllmConfig(Section):
     async_engine: bool = Field(True, description="Serve single requests as they come, not only whole batches.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences an engine decodes at once.")
     max_num_batched_tokens: PositiveInt | None = Field(
-        None, description="Tokens per engine iteration; null: vLLM's default."
+        None,
+        description="Tokens per engine iteration; null: vLLM's default, on the CPU at least the longest sequence.",
     )
     enable_prefix_caching: bool = Field(True, description="Share the KV cache of common prefixes.")
     num_threads: PositiveInt | None = Field(

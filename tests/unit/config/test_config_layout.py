@@ -68,6 +68,27 @@ def test_omp_num_threads_is_an_upper_limit(config_file, wide_model, monkeypatch,
     assert (got.threads_per_rank, got.threads_per_engine) == threads
 
 
+@pytest.mark.parametrize(
+    ("overrides", "platform", "tokens"),
+    [
+        ([], "cpu", 4096),
+        ([], "cuda", None),
+        (["policy.generation.vllm_cfg.max_num_batched_tokens=512"], "cpu", 512),
+        (["policy.generation.vllm_cfg.max_num_batched_tokens=512"], "cuda", 512),
+    ],
+)
+def test_an_iteration_of_an_engine_on_the_cpu_holds_its_longest_sequence(config_file, overrides, platform, tokens):
+    config = load_config(config_file, overrides)
+    assert layout.engine_batched_tokens(config, platform) == tokens
+    # Past the loader: the model of this test has no room for so many.
+    generation = config.policy.generation.vllm_cfg.model_copy(update={"max_model_len": 9000})
+    policy = config.policy.model_copy(
+        update={"generation": config.policy.generation.model_copy(update={"vllm_cfg": generation})}
+    )
+    if tokens == 4096:
+        assert layout.engine_batched_tokens(config.model_copy(update={"policy": policy}), platform) == 9000
+
+
 def test_configured_threads_win(config_file):
     overrides = ["policy.megatron_cfg.num_threads=3", "policy.generation.vllm_cfg.num_threads=5"]
     got = derive_layout(load_config(config_file, overrides), cores=2)

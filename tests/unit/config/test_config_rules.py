@@ -260,6 +260,12 @@ CASES = [
     ),
     ([f"{VLLM}.max_num_batched_tokens=10"], f"{VLLM}.max_num_batched_tokens", "at least", 256),
     (
+        [f"{VLLM}.max_num_seqs=8", f"{VLLM}.max_num_batched_tokens=31"],
+        f"{VLLM}.max_num_batched_tokens",
+        "on the CPU no prompt is split, so one sequence of 32 tokens must fit",
+        32,
+    ),
+    (
         ["policy.generation.colocated.resources.gpus_per_node=2"],
         "policy.generation.colocated.resources.gpus_per_node",
         "has no effect while",

@@ -74,6 +74,17 @@ def test_equal_seeds_give_equal_tokens_in_any_company(pushed: EngineProcess) -> 
     assert all(a.token_ids != b for a, b in zip(generate(pushed, LONG, reseeded), together, strict=True))
 
 
+def test_more_prompts_than_one_iteration_holds(pushed: EngineProcess) -> None:
+    """None is split over two iterations: on the CPU vLLM cannot take back the random numbers of its first part."""
+    rng = np.random.default_rng(5)
+    asked = [GenerationRequest(tuple(rng.integers(3, 259, 240 + n).tolist()), seed=n) for n in range(24)]
+    assert sum(len(r.prompt_ids) for r in asked) > 4096
+    short = dataclasses.replace(LONG, max_tokens=3)
+    together = generate(pushed, short, asked)
+    alone = [generate(pushed, short, [request])[0] for request in asked[14:20]]
+    assert [c.token_ids for c in together[14:20]] == [c.token_ids for c in alone]
+
+
 def test_samples_of_one_prompt_differ_and_follow_the_distribution(
     pushed: EngineProcess, trainer: torch.nn.Module
 ) -> None:
