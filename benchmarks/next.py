@@ -3,8 +3,9 @@
 uv run benchmarks/next.py [--jobs 2] [--seeds 1,2,3,4,5] [--target 0.8] [--out results/next] [--figure FILE]
 
 First the job without jumps gets its learning rate, the best of three, on a seed of its own; all arms use it. Then all
-arms run with the other seeds. A run that is complete in --out is not repeated; `--table` starts nothing. Prints a table
-in Markdown and draws the rewards, and how well the trail of the runs without jumps can be predicted, by horizon.
+arms run with the other seeds. A run that is complete in --out is not repeated; `--table` starts nothing. Prints tables
+in Markdown, which `--page` also writes into docs/next.md, and draws the rewards, and how well the trail of the runs
+without jumps can be predicted, by horizon.
 
 The reward is the mean over the last five steps of the mean reward of a step's rollouts. Tokens are those generated and
 those the trainer ran over; the gate's count, and so do steps that a rollback undid. Seconds are those of the steps,
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from next_trail import Cosines, cosines, read_trail
-from runs import Run, Starter, add_run_options, last, markdown, parse_runs, spread
+from runs import ROOT, Run, Starter, add_run_options, last, markdown, parse_runs, spread, write_at_end
 
 from lora_rl.track.smoothing import moving_mean
 
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, help="learning rate; default: the best of three")
     parser.add_argument("--out", type=Path, default=Path("results/next"))
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--page", action="store_true", help="also write the tables into docs/next.md")
     add_run_options(parser, list(ARMS), what="arms", seeds="1,2,3,4,5", note="not 0, which chooses the learning rate")
     arguments, names, seeds = parse_runs(parser, list(ARMS), what="arms")
     if names[0] != next(iter(ARMS)):
@@ -82,13 +84,13 @@ def main() -> int:
     if CHOOSING_SEED in seeds:
         parser.error(f"--seeds: {CHOOSING_SEED} chooses the learning rate")
     starter = Starter(arguments.jobs, arguments.lock)
-    rate = arguments.rate
+    rate, chosen = arguments.rate, ""
     if rate is None:
         choosing = {r: the_run("baseline", r, CHOOSING_SEED, arguments) for r in RATES}
         if not arguments.table and starter.complete(list(choosing.values())):
             return 1
         rate = best_rate(choosing, arguments.target)
-        sys.stdout.write(choosing_table(choosing, rate, arguments.target) + "\n")
+        chosen = "\n" + choosing_table(choosing, rate, arguments.target)
     runs = {name: [the_run(name, rate, seed, arguments) for seed in seeds] for name in names}
     # Seed by seed, so that what is interrupted has every arm.
     ordered = [runs[name][i] for i in range(len(seeds)) for name in names]
@@ -96,7 +98,10 @@ def main() -> int:
     found = {
         name: {s: r for s, run in zip(seeds, of, strict=True) if (r := run.records())} for name, of in runs.items()
     }
-    sys.stdout.write(table(found, arguments.target))
+    text = table(found, arguments.target) + chosen
+    sys.stdout.write(text)
+    if arguments.page:
+        write_at_end(ROOT / "docs/next.md", "next.py", text)
     if arguments.figure is not None and all(found.values()):
         trails = [run.folder / "checkpoints" for run in runs["baseline"] if run.records()]
         draw(found, [cosines(read_trail(t), HORIZONS, seed) for seed, t in enumerate(trails)], arguments)

@@ -149,6 +149,13 @@ def locked(path: Path | None) -> Iterator[None]:
         yield
 
 
+def write_at_end(page: Path, script: str, text: str) -> None:
+    """Put what a script measured at the end of a page, in place of what it wrote there before."""
+    marker = f"<!-- Below: written by benchmarks/{script}. -->\n"
+    above = page.read_text(encoding="utf-8").partition(marker)[0].rstrip("\n")
+    page.write_text(f"{above}\n\n{marker}\n{text}", encoding="utf-8")
+
+
 def last(records: Sequence[Mapping[str, Any]], metric: str) -> float:
     """The last value of a metric; NaN if there is none."""
     return next((record[metric] for record in reversed(records) if metric in record), float("nan"))

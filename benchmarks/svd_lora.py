@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import ROOT, Run, Starter, add_run_options, last, markdown, parse_runs, spread
+from runs import ROOT, Run, Starter, add_run_options, last, markdown, parse_runs, spread, write_at_end
 
 from lora_rl.lora.peft_io import CONFIG_FILE
 
@@ -36,8 +36,6 @@ COMMON = (
 # Measures the KL to the start, and is too small to have an effect.
 WATCH_KL = "loss_fn.reference_policy_kl_penalty=1e-8"
 CHOOSING_SEED, CHOOSING_PROMPTS = 0, 405
-PAGE = ROOT / "docs/svd-lora.md"
-MARKER = "<!-- Below: written by benchmarks/svd_lora.py. -->\n"
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 WINDOW = 10
@@ -114,8 +112,7 @@ def main() -> int:
     text = table(found, best, tuning.records()) + "\n" + choosing_table(choosing)
     sys.stdout.write(text)
     if arguments.page:
-        above = PAGE.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
-        PAGE.write_text(f"{above}\n\n{MARKER}\n{text}", encoding="utf-8")
+        write_at_end(ROOT / "docs/svd-lora.md", "svd_lora.py", text)
     if arguments.figure is not None and all(found.values()):
         draw(found, arguments.figure)
     return 0 if well else 1
