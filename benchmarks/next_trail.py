@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -67,20 +68,34 @@ def random_walk(trail: Sequence[Snapshot], seed: int) -> list[Snapshot]:
     return walk
 
 
-def cosines(trail: Sequence[Snapshot], horizons: Sequence[int], seed: int = 0) -> Cosines:
-    """Back-test every predictor over the trail, and over a random walk, for every horizon."""
+def cosines(trail: Sequence[Snapshot], horizons: Sequence[int], seed: int = 0, *, learnt: bool = True) -> Cosines:
+    """Back-test every predictor over the trail, and over a random walk, for every horizon.
+
+    Args:
+        learnt: also the one that is trained anew at every point of every back-test, which takes minutes.
+    """
+    names = [name for name, predictor in predictors().items() if learnt or not isinstance(predictor, NextMLP)]
 
     def by_horizon(snapshots: Sequence[Snapshot], name: str) -> list[float]:
         return [_cosine(snapshots, predictors()[name], horizon) for horizon in horizons]
 
     walk = random_walk(trail, seed)
-    return Cosines({n: by_horizon(trail, n) for n in predictors()}, {n: by_horizon(walk, n) for n in predictors()})
+    return Cosines({n: by_horizon(trail, n) for n in names}, {n: by_horizon(walk, n) for n in names})
+
+
+def kept_cosines(trail: Path, kept: Path, horizons: Sequence[int], seed: int, *, learnt: bool) -> Cosines:
+    """`cosines` of a run's checkpoints, or what an earlier call kept of them in a file."""
+    if kept.exists():
+        return Cosines(**json.loads(kept.read_text()))
+    found = cosines(read_trail(trail), horizons, seed, learnt=learnt)
+    kept.write_text(json.dumps(asdict(found)))
+    return found
 
 
 def _cosine(trail: Sequence[Snapshot], predictor: Predictor, horizon: int) -> float:
     """Mean cosine over windows that follow each other through the trail."""
     found = []
-    for first in range(0, max(len(trail) - WINDOW, 1), WINDOW // 2):
+    for first in range(0, max(len(trail) - WINDOW, 1), WINDOW):
         recorder = Recorder(WINDOW + 1)
         for snapshot in trail[first : first + WINDOW + 1]:
             recorder.record(snapshot)
