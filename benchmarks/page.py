@@ -71,6 +71,22 @@ SECTIONS = (
 )
 
 
+PROFILES = """## What profiles showed
+
+On the tiny task TRL is the faster one. A step has 512 completions of three or four tokens: vLLM schedules, samples and
+books each of these requests in Python, where Hugging Face's `generate` has one padded batch. Processes of their own import
+their libraries twice. What was found and removed, each measured against the run before it:
+
+| waste | what it gave |
+| --- | --- |
+| one OpenMP thread per process, though trainer and engine take turns | a step takes 0.73 to 0.84 of its time |
+| large tensors given back to the system: 18,000 page faults per batch | a tenth of forward passes, 5 % of generation |
+| deep copies of sampling parameters in vLLM, one per request | 8 % of generation |
+| old logprobs of the first of four minibatches, which are the current ones | a quarter of that pass |
+
+What a step now consists of: 36 % generation, 53 % training (a fifth of that for old logprobs), 10 % weight sync."""
+
+
 def main() -> int:
     """Write the page from the outputs that are there; 1 if there is none."""
     folder = Path(sys.argv[1])
@@ -80,7 +96,8 @@ def main() -> int:
         return 1
     if missing := [s.name for s in SECTIONS if s not in there]:
         sys.stderr.write(f"left out, as there is no output: {', '.join(missing)}\n")
-    PAGE.write_text("\n\n".join([introduction(), *(section(s, folder) for s in there)]) + "\n")
+    parts = [introduction(), *(section(s, folder) for s in there), PROFILES]
+    PAGE.write_text("\n\n".join(parts) + "\n")
     sys.stdout.write(f"{PAGE.relative_to(ROOT)}\n")
     return 0
 

@@ -9,7 +9,7 @@ from lora_rl.cluster.threads import set_threads
 
 @pytest.mark.parametrize(
     ("environment", "spins"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_waiting_is_short_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], spins: str | None
