@@ -230,7 +230,7 @@ def draw(
                 curve.plot([t / 1000 for t in tokens], smooth, color=colour, alpha=0.6, linewidth=1, **label)
         curve.axhline(arguments.target, color="#000000", linewidth=0.8, linestyle=":")
         curve.set(xlabel="thousand tokens, the gate's included", ylabel="reward", title="Reward, mean of five steps")
-        curve.legend(loc="lower right")
+        curve.legend(loc="lower right", fontsize="small")
         for colour, name in zip(COLOURS, trails[0].trained, strict=False):
             of = [t for t in trails if name in t.trained]
             trained, walk = ([statistics.fmean(v) for v in zip(*(getattr(t, w)[name] for t in of), strict=True)]
@@ -241,7 +241,7 @@ def draw(
         cosine.plot([], [], color="#666666", linestyle="--", linewidth=0.8, label="on a random walk")
         cosine.axhline(0, color="#000000", linewidth=0.8)
         cosine.set(xlabel="steps ahead", ylabel="cosine", title="Prediction and what training did")
-        cosine.legend()
+        cosine.legend(loc="lower center", bbox_to_anchor=(0.5, 0.1), ncols=3, fontsize="small")
         arguments.figure.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(arguments.figure, dpi=150)
         plt.close(figure)

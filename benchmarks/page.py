@@ -74,7 +74,7 @@ SECTIONS = (
 PROFILES = """## What profiles showed
 
 On the tiny task TRL is the faster one. A step has 512 completions of three or four tokens: vLLM schedules, samples and
-books each of these requests in Python, where Hugging Face's `generate` has one padded batch. Processes of their own import
+books each of these requests in Python, where Hugging Face's `generate` has one padded batch. Separate processes import
 their libraries twice. What was found and removed, each measured against the run before it:
 
 | waste | what it gave |
