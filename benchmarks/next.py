@@ -105,10 +105,9 @@ def main() -> int:
     if arguments.page:
         write_at_end(ROOT / "docs/next.md", "next.py", text)
     if arguments.figure is not None and all(found.values()):
-        trails = [(run.folder / "checkpoints", run.folder / "cosines.json") for run in runs["baseline"]]
-        learnt = [n < LEARNT_TRAILS for n in range(len(trails))]
-        found_cosines = [kept_cosines(*t, HORIZONS, n, learnt=learnt[n]) for n, t in enumerate(trails)]
-        draw(found, found_cosines, arguments)
+        folders = [run.folder for run in runs["baseline"] if run.records()]
+        trails = [kept_cosines(f, HORIZONS, n, learnt=n < LEARNT_TRAILS) for n, f in enumerate(folders)]
+        draw(found, trails, arguments)
     return 1 if failed else 0
 
 

@@ -83,11 +83,12 @@ def cosines(trail: Sequence[Snapshot], horizons: Sequence[int], seed: int = 0, *
     return Cosines({n: by_horizon(trail, n) for n in names}, {n: by_horizon(walk, n) for n in names})
 
 
-def kept_cosines(trail: Path, kept: Path, horizons: Sequence[int], seed: int, *, learnt: bool) -> Cosines:
-    """`cosines` of a run's checkpoints, or what an earlier call kept of them in a file."""
+def kept_cosines(run: Path, horizons: Sequence[int], seed: int, *, learnt: bool) -> Cosines:
+    """`cosines` of the checkpoints in a run's folder, or what an earlier call kept of them there."""
+    kept = run / "cosines.json"
     if kept.exists():
         return Cosines(**json.loads(kept.read_text()))
-    found = cosines(read_trail(trail), horizons, seed, learnt=learnt)
+    found = cosines(read_trail(run / "checkpoints"), horizons, seed, learnt=learnt)
     kept.write_text(json.dumps(asdict(found)))
     return found
 

@@ -71,7 +71,7 @@ SECTIONS = (
 )
 
 
-PROFILES = """## What profiles showed
+PROFILES = """## What profiles showed (two cores, December 2026)
 
 On the tiny task TRL is the faster one. A step has 512 completions of three or four tokens: vLLM schedules, samples and
 books each of these requests in Python, where Hugging Face's `generate` has one padded batch. Separate processes import

@@ -180,6 +180,7 @@ def rate(records: Sequence[Mapping[str, Any]], phase: str) -> float:
 def table(sides: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], target: float) -> str:
     """A line per figure."""
     figures = {
+        "steps": lambda r: r[-1]["step"],
         f"seconds to accuracy {target}": lambda r: seconds_to(r, target),
         "seconds to the first optimizer step": lambda r: r[1]["elapsed_s"],
         "seconds in all": lambda r: r[-1]["elapsed_s"],

@@ -6,7 +6,6 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from lora_rl.cluster.memory import keep_freed_memory
 from lora_rl.cluster.nodes import this_node
 from lora_rl.cluster.threads import set_threads
 from lora_rl.track.logs import capture_to_file
@@ -29,8 +28,6 @@ class PolicyActor:
         self._rank, self._world_size = rank, world_size
         self._platform_name, self._threads = platform, threads
         set_threads(threads)
-        if platform == "cpu":
-            keep_freed_memory()
         os.environ["LOCAL_RANK"] = str(rank % (config.cluster.gpus_per_node or world_size))
 
     def ping(self) -> bool:

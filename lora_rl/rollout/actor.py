@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lora_rl.cluster.memory import keep_freed_memory
 from lora_rl.cluster.nodes import this_node
 from lora_rl.cluster.threads import set_threads
 from lora_rl.rollout.serving import EngineServer, Heartbeat, Job, JobResult
@@ -40,8 +39,6 @@ class EngineActor:
         logging.warning("engine for %s, process %d, %s", settings.model, os.getpid(), this_node())
         self._settings = settings
         set_threads(settings.num_threads)
-        if settings.platform == "cpu":
-            keep_freed_memory()
 
     def new_engine(self) -> Any:
         """Import vLLM and load the model; called in the server's thread."""

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lora_rl.cluster.memory import held_memory
+from lora_rl.cluster.memory import held_memory, keep_freed_memory
 from lora_rl.cluster.threads import set_threads
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
@@ -87,6 +87,7 @@ class Engine:
             # Two processes share the cores: pinning threads to cores would put both on the same ones.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             set_threads(settings.num_threads)
+            keep_freed_memory()
             if settings.enforce_eager:
                 # Small helpers of the sampler are compiled whatever `enforce_eager` says: seconds of C++ compiler.
                 os.environ["TORCH_COMPILE_DISABLE"] = "1"

@@ -1,5 +1,6 @@
 # Shared by the scripts of recipes, which are named as the recipe they run. Source it, then:
 #   run_recipe [key=value ...]   runs the recipe with these overrides in a folder of its own
+#   fine_tune CONFIG [key=value ...]   makes the adapter that the recipe starts from, in $work/sft/adapter
 #   check "expression" ...       checks what the run recorded, see tests/functional/check_metrics.py
 #   check_twin, check_large      the same, with what holds for every twin of six steps, or large recipe of 20, before it
 set -euo pipefail
@@ -19,6 +20,15 @@ run_recipe() {
   fi
   grep -E "^(start-up|step )" "$work/output" || true
   echo "PASS   $name ended by itself"
+}
+
+fine_tune() { # fine_tune <config> [key=value ...]: leaves $work/sft/adapter
+  if ! RAY_TMPDIR="$work" uv run --no-sync examples/run_sft.py --config "$@" \
+    logger.console=plain "logger.log_dir=$work/sft" >"$work/sft.out" 2>&1; then
+    tail -n 40 "$work/sft.out"
+    echo "FAIL   fine-tuning ended with an error"
+    exit 1
+  fi
 }
 
 check() {

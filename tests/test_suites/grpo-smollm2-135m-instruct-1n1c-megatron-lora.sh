@@ -3,12 +3,7 @@
 source "$(dirname "$0")/common.sh"
 model=${MODEL:-$work/model}
 [[ -d $model ]] || uv run --no-sync --with gguf==0.19.0 examples/get_smollm2.py --out "$model"
-if ! RAY_TMPDIR="$work" uv run --no-sync examples/run_sft.py --config examples/configs/sft_smollm2_cpu.yaml \
-  "policy.model_name=$model" logger.console=plain "logger.log_dir=$work/sft" >"$work/sft.out" 2>&1; then
-  tail -n 40 "$work/sft.out"
-  echo "FAIL   fine-tuning ended with an error"
-  exit 1
-fi
+fine_tune examples/configs/sft_smollm2_cpu.yaml "policy.model_name=$model"
 run_recipe "policy.model_name=$model" "policy.megatron_cfg.peft.adapter_path=$work/sft/adapter" \
   grpo.max_num_steps=16 grpo.val_period=8
 check \

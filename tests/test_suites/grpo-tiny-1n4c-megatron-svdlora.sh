@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
 # An adapter that was fine-tuned half-way, of which only singular values are trained, in two replicas of two ranks.
 source "$(dirname "$0")/common.sh"
-if ! RAY_TMPDIR="$work" uv run --no-sync examples/run_sft.py --config examples/configs/sft_svd_lora_cpu.yaml \
-  "policy.megatron_cfg.peft.target_modules=[linear_qkv,linear_proj]" \
-  logger.console=plain "logger.log_dir=$work/sft" >"$work/sft.out" 2>&1; then
-  tail -n 40 "$work/sft.out"
-  echo "FAIL   fine-tuning ended with an error"
-  exit 1
-fi
+fine_tune examples/configs/sft_svd_lora_cpu.yaml "policy.megatron_cfg.peft.target_modules=[linear_qkv,linear_proj]"
 run_recipe "policy.megatron_cfg.peft.adapter_path=$work/sft/adapter"
 check \
   "count(train/reward) == 6" \

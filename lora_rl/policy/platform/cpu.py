@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from lora_rl.cluster.memory import keep_freed_memory
 from lora_rl.policy.platform.base import Platform
 
 # Tensor factories that Megatron calls with `device="cuda"`.
@@ -70,6 +71,7 @@ def prepare(num_threads: int = 1) -> Platform:
     """
     global _prepared
     torch.set_num_threads(num_threads)
+    keep_freed_memory()
     if _prepared is not None:
         return _prepared
     if "megatron.core" in sys.modules:
