@@ -31,15 +31,17 @@ def ray_session(*, address: str | None, num_cpus: int, num_gpus: int, log_file: 
     Raises:
         WorkerError: there is no cluster at `address`, or this machine is no node of it.
     """
-    # `uv run` would otherwise make Ray build a second environment for its workers.
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would zero CUDA_VISIBLE_DEVICES for actors without GPUs; Megatron-Bridge then only warns more.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A busy start on few cores is slow, not broken.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     import ray
+    from ray._private import ray_constants
 
+    # Under `uv run` Ray would otherwise build a second environment for its workers, for minutes. Its environment
+    # variable of the same name is read at the import, which a module of the user's may have made before.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     handler = logging.FileHandler(log_file)
     # Ray writes its notices to standard error, in the middle of the progress display; they belong in a file.
     notices = logging.getLogger("ray._private")

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_rl.track import names
 from tests.support.lab import LARGE_B, fingerprint, new_rank, scale, started_rank
 from tests.support.rollouts import prompt, rollout
 
@@ -182,6 +183,9 @@ class RecordedSource:
         self.events.append(f"push {version}")
 
     def after_push(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {names.GENERATED_TOKENS: 16.0}
 
 
 class Life:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ray
 
 from lora_rl.cluster import workers
 from lora_rl.cluster.local import ray_session
@@ -120,6 +121,24 @@ def test_the_cluster_has_the_asked_for_cpus(local_ray: None) -> None:
     assert ray.cluster_resources()["CPU"] == 4
 
 
+UNDER_UV = """
+import ray
+from pathlib import Path
+from lora_rl.cluster.local import ray_session
+
+with ray_session(address=None, num_cpus=1, num_gpus=0, log_file=Path("ray.log")):
+    # Ray would add the working directory, and how `uv` starts Python in it.
+    print("environment of workers:", ray.get_runtime_context().get_runtime_env_string())
+"""
+
+
+def test_workers_use_the_same_environment_under_uv_wherever_ray_was_imported(tmp_path: Path) -> None:
+    uv = ["uv", "run", "--no-sync", "--active", "--no-project", "python", "-c", UNDER_UV]
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
+    done = subprocess.run(uv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "environment of workers: {}\n" in done.stdout, done
+
+
 @pytest.mark.xfail(reason="Ray replaces a loopback _node_ip_address by the host's own address", strict=True)
 def test_a_started_ray_listens_on_loopback_only(local_ray: None) -> None:
     import ray
@@ -132,6 +151,8 @@ def test_a_started_ray_listens_on_loopback_only(local_ray: None) -> None:
 def test_a_start_that_timed_out_is_tried_once_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: str
 ) -> None:
+    import ray
+
     starts = []
 
     def init(**options: object) -> None:
