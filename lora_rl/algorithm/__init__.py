@@ -11,10 +11,13 @@ update, pi_b the behaviour policy (the engine that sampled), pi_ref the frozen r
 from lora_rl.algorithm.advantages import GroupAdvantages, group_advantages, zero_variance_samples
 from lora_rl.algorithm.batch_advantages import gdpo_advantages, reinforce_plus_plus_advantages
 from lora_rl.algorithm.batching import (
+    Row,
     num_microbatches_for_all,
     pad_microbatches,
     padded_tokens,
+    row_length,
     shard_sequences,
+    share_prompts,
     split_microbatches,
 )
 from lora_rl.algorithm.importance import ImportanceWeights, importance_weights
@@ -34,6 +37,7 @@ __all__ = [
     "MetricSum",
     "Normaliser",
     "PolicyLossKind",
+    "Row",
     "as_floats",
     "finalise",
     "gdpo_advantages",
@@ -47,8 +51,10 @@ __all__ = [
     "padded_tokens",
     "policy_loss",
     "reinforce_plus_plus_advantages",
+    "row_length",
     "sequence_kl",
     "shard_sequences",
+    "share_prompts",
     "split_microbatches",
     "zero_variance_samples",
 ]

@@ -1,4 +1,6 @@
-"""Cutting a batch into data-parallel shards and token-budget microbatches. Plain Python on lengths.
+"""Cutting a batch into data-parallel shards, rows with shared prompts, and token-budget microbatches.
+
+Plain Python on lengths.
 
 Everything is deterministic in its arguments, so ranks that hold the same lengths agree without communicating.
 Indices always refer to positions in the `lengths` given.
@@ -6,10 +8,84 @@ Indices always refer to positions in the `lengths` given.
 
 from collections.abc import Sequence
 
+# A row of a microbatch: one sequence, or several that share one copy of their prompt.
+Row = int | tuple[int, ...]
+
 
 def padded_tokens(lengths: Sequence[int]) -> int:
     """Tokens a microbatch of these lengths occupies once padded to its longest: count * max. 0 when empty."""
     return len(lengths) * max(lengths, default=0)
+
+
+def row_length(prompt_length: int, lengths: Sequence[int]) -> int:
+    """Positions of a row that holds a prompt once and the completions of all sequences behind it.
+
+    Args:
+        prompt_length: tokens of the common prompt.
+        lengths: tokens of each sequence, prompt and completion, more than `prompt_length`.
+    """
+    # Nothing follows the last token of a completion: its own output is never looked at.
+    return prompt_length + sum(length - prompt_length - 1 for length in lengths)
+
+
+def share_prompts(
+    groups: Sequence[int],
+    prompt_lengths: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    attention_tokens: float,
+    max_tokens: int | None = None,
+) -> list[tuple[int, ...]]:
+    """Put sequences of the same group into rows that hold their prompt once, as many per row as is cheapest.
+
+    A row of S positions costs S + S^2 / attention_tokens: all its positions meet in the attention, also those of
+    different completions, which a mask then hides. So short completions of a long prompt share it all together, long
+    ones two by two or not at all. (The idea is that of Prefix Grouper, Liu et al. 2025, arXiv:2506.05433.)
+
+    Args:
+        groups: group of each sequence; sequences of a group start with the same prompt.
+        prompt_lengths: tokens of each sequence's prompt, at least 1.
+        lengths: tokens of each sequence, prompt and completion.
+        attention_tokens: positions at which attention costs as much as everything else, > 0.
+        max_tokens: no row is longer, unless it holds one sequence only; None: no limit.
+
+    Returns:
+        Indices into the arguments, ascending within a row; every index occurs exactly once. Rows are in the order of
+        their first sequences.
+
+    Raises:
+        ValueError: sequences of one group have prompts of different lengths, or a sequence has no completion.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+        first = members[group][0]
+        if prompt_lengths[index] != prompt_lengths[first]:
+            raise ValueError(
+                f"sequences {first} and {index} of group {group} have prompts of {prompt_lengths[first]} and "
+                f"{prompt_lengths[index]} tokens; a group has one prompt"
+            )
+        if lengths[index] <= prompt_lengths[index]:
+            raise ValueError(f"sequence {index} has no completion: {lengths[index]} tokens, all of them prompt")
+
+    def cut(indices: list[int], size: int) -> list[tuple[int, ...]]:
+        return [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
+
+    def cost(rows: list[tuple[int, ...]]) -> float:
+        total = 0.0
+        for row in rows:
+            positions = row_length(prompt_lengths[row[0]], [lengths[i] for i in row])
+            if len(row) > 1 and max_tokens is not None and positions > max_tokens:
+                return float("inf")
+            total += positions + positions**2 / attention_tokens
+        return total
+
+    rows = []
+    for indices in members.values():
+        # Sizes that spread the group evenly, the smallest number of rows first: ties go to the most sharing.
+        sizes = sorted({-(-len(indices) // count) for count in range(1, len(indices) + 1)}, reverse=True)
+        rows += min((cut(indices, size) for size in sizes), key=cost)
+    return sorted(rows)
 
 
 def split_microbatches(

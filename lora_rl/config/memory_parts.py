@@ -1,12 +1,13 @@
 """Bytes of what ranks and engines hold, one formula each, from the sizes of the model alone.
 
-N is the number of tokens of a microbatch, T the length of a sequence, p the bytes of a value in the base's precision,
+N is the number of tokens of a microbatch, T the length of a row, p the bytes of a value in the base's precision,
 h, q, kv, f, V the widths of `Shape`, r the rank of the adapters, k the experts a token goes through. Nothing here is a
 measurement; `tests/unit/policy/test_memory_plan.py` compares with what real ranks hold, on CPUs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lora_rl.config.parameters import Shape
@@ -29,7 +30,7 @@ class Trainer:
         rank: r of the adapters.
         adapted: how many layers have an adapter on each linear, by its Megatron name.
         tokens: of a microbatch, padding included: N.
-        length: of a padded sequence: T.
+        length: of a padded row of a microbatch: T.
         completion_share: of the positions, those whose logits are used.
         sequence_parallel: norms, and what lies between layers, are split over tp ranks.
         recompute: keep the inputs of layers only, and compute the rest again.
@@ -53,6 +54,19 @@ class Trainer:
     def between_parts(self) -> int:
         """Ranks that share what lies between layers."""
         return self.tp if self.sequence_parallel else 1
+
+
+def sharing_sequences(shape: Shape, *, prompt: int, completion: int, group: int) -> int:
+    """Sequences of the longest kind that train behind one copy of their prompt, at most.
+
+    A row of them is as long as costs least per sequence, see `share_prompts` in `lora_rl.algorithm.batching`: the
+    completions of P + sqrt(P (P + s)) positions, with s those at which attention costs as much as the linears.
+    """
+    used = {True: shape.active_experts, False: 1}
+    weights = sum(i * o * used[copies > 1] for i, o, copies in shape.linears.values())
+    attention_tokens = weights / (4 * shape.q)
+    best = math.sqrt(prompt * (prompt + attention_tokens)) / completion
+    return max(1, min(group, math.ceil(best)))
 
 
 def adapter_parameters(shape: Shape, trainer: Trainer) -> int:

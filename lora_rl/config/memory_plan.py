@@ -80,7 +80,12 @@ def _count_trained(config: RunConfig, shape: Shape, trainer: Trainer) -> int:
 def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFacts) -> Trainer:
     """What the formulas need to know of the trainer."""
     policy, peft = config.policy, config.policy.megatron_cfg.peft
-    longest = policy.max_total_sequence_length
+    longest, completion = policy.max_total_sequence_length, policy.generation.max_new_tokens
+    prompt, sequences = longest - completion, 1
+    if layout.platform == "cpu" and policy.share_prompts is not False:
+        group = config.grpo.num_generations_per_prompt
+        sequences = parts.sharing_sequences(shape, prompt=prompt, completion=completion, group=group)
+    row = longest if sequences == 1 else prompt + sequences * (completion - 1)
     tokens = policy.dynamic_batching.train_mb_tokens
     if not policy.dynamic_batching.enabled:
         tokens = (policy.train_micro_batch_size or 1) * longest
@@ -93,8 +98,8 @@ def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFact
         rank=peft.dim,
         adapted=adapted_layers(facts, peft),
         tokens=tokens,
-        length=longest,
-        completion_share=min(1.0, policy.generation.max_new_tokens / longest),
+        length=row,
+        completion_share=min(1.0, sequences * completion / row),
         sequence_parallel=policy.megatron_cfg.sequence_parallel,
         recompute=policy.megatron_cfg.activation_checkpointing,
         flash=layout.platform == "cuda",

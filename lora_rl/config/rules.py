@@ -140,6 +140,20 @@ def microbatch_size_is_known(config: RunConfig) -> Iterator[Violation]:
         yield Violation("policy.dynamic_batching.train_mb_tokens", problem, batching.train_mb_tokens)
 
 
+def shared_prompts_are_possible(config: RunConfig) -> Iterator[Violation]:
+    """Rows of several sequences are cut by tokens, and need an attention that takes their mask."""
+    policy = config.policy
+    if policy.share_prompts and platform_of(config) == "cuda":
+        problem = "the fused attention of GPUs takes no mask of this kind; use null or false"
+        yield Violation("policy.share_prompts", problem, True)
+    if policy.share_prompts and not (policy.dynamic_batching.enabled and policy.train_micro_batch_size is None):
+        problem = (
+            "rows are cut by tokens: set policy.dynamic_batching.enabled to true and policy.train_micro_batch_size to "
+            "null, or this to null"
+        )
+        yield Violation("policy.share_prompts", problem, True)
+
+
 def engine_iteration_holds_sequences(config: RunConfig) -> Iterator[Violation]:
     """vLLM decodes one token of each running sequence per iteration, and on the CPU takes prompts whole."""
     vllm = config.policy.generation.vllm_cfg
@@ -340,6 +354,7 @@ RULES: tuple[Rule, ...] = (
     dual_clip_above_one,
     completion_leaves_room_for_prompt,
     microbatch_size_is_known,
+    shared_prompts_are_possible,
     engine_iteration_holds_sequences,
     colocated_engines_have_no_own_gpus,
     async_runs_beside_the_trainer,

@@ -11,6 +11,7 @@ from lora_rl.cluster.threads import set_threads
 from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
+    from lora_rl.algorithm import Row
     from lora_rl.config import RunConfig
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.offload import FrozenWeights
@@ -103,13 +104,17 @@ class PolicyActor:
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def train_step(self, shard: TrainBatch, microbatches: list[list[int]], **logprobs: Any) -> Any:
+    def train_step(self, shard: TrainBatch, microbatches: list[list[Row]], **logprobs: Any) -> Any:
         """See `PolicyRank.train_step`."""
         return self.rank.train_step(shard, microbatches, **logprobs)
 
-    def logprobs(self, shard: TrainBatch, microbatches: list[list[int]], **options: Any) -> Any:
+    def logprobs(self, shard: TrainBatch, microbatches: list[list[Row]], **options: Any) -> Any:
         """See `PolicyRank.logprobs`."""
         return self.rank.logprobs(shard, microbatches, **options)
+
+    def attention_tokens(self) -> float | None:
+        """See `PolicyRank.attention_tokens`."""
+        return self.rank.attention_tokens()
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

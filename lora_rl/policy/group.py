@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,14 @@ import numpy as np
 from lora_rl.algorithm import (
     MetricSum,
     Normaliser,
+    Row,
     finalise,
     merge,
     num_microbatches_for_all,
     pad_microbatches,
+    row_length,
     shard_sequences,
+    share_prompts,
     split_microbatches,
 )
 from lora_rl.cluster.workers import Call, Worker, wait
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.state import PolicyState
     from lora_rl.rollout.types import TrainBatch
+
+_UNKNOWN = object()
 
 
 def start_ranks(
@@ -70,6 +76,7 @@ class PolicyGroup:
         self.config, self.layout, self.workers = config, layout, list(workers)
         self._timeout = config.cluster.step_timeout_s
         self.moved = False
+        self._shared_prompts: Any = _UNKNOWN
 
     def train(
         self, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, old_logprobs: np.ndarray | None = None
@@ -223,17 +230,54 @@ class PolicyGroup:
         calls = [w.call("save_model", str(path)) for w in self.workers]
         wait(calls, timeout_s=self._timeout, doing="saving the model")
 
-    def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """Rows of each data-parallel shard, and within each the rows of its microbatches, equally many everywhere."""
+    def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[Row]]]]:
+        """Sequences of each data-parallel shard, and the microbatches of each, equally many everywhere.
+
+        Args:
+            sequences: most per microbatch; None: as configured for training.
+        """
         policy = self.config.policy
         limits = {
             "max_tokens": policy.dynamic_batching.train_mb_tokens if policy.dynamic_batching.enabled else None,
             "max_sequences": sequences or policy.train_micro_batch_size,
         }
-        shards = shard_sequences(batch.lengths.tolist(), self.layout.dp)
-        lengths = [batch.lengths[rows].tolist() for rows in shards]
+        rows: list[tuple[int, ...]] = [(index,) for index in range(len(batch))]
+        positions = batch.lengths.tolist()
+        attention_tokens = self._attention_tokens()
+        # A limit in sequences is about one row for each.
+        if attention_tokens is not None and limits["max_sequences"] is None:
+            prompts = batch.prompt_lengths.tolist()
+            rows = share_prompts(
+                batch.group_ids.tolist(),
+                prompts,
+                positions,
+                attention_tokens=attention_tokens,
+                max_tokens=limits["max_tokens"],
+            )
+            # Rows of one sequence may come to a microbatch in which none shares, where they are laid out whole.
+            positions = [
+                row_length(prompts[r[0]], [positions[i] for i in r]) if len(r) > 1 else positions[r[0]] for r in rows
+            ]
+        dealt = shard_sequences(positions, self.layout.dp)
+        lengths = [[positions[n] for n in numbers] for numbers in dealt]
         count = num_microbatches_for_all(lengths, **limits)
-        return shards, [pad_microbatches(split_microbatches(x, **limits), count) for x in lengths]
+        shards, cuts = [], []
+        for numbers, own in zip(dealt, lengths, strict=True):
+            shard = [index for n in numbers for index in rows[n]]
+            ends = list(accumulate(len(rows[n]) for n in numbers))
+            local = [tuple(range(end - len(rows[n]), end)) for n, end in zip(numbers, ends, strict=True)]
+            shards.append(shard)
+            cuts.append([[local[k] for k in m] for m in pad_microbatches(split_microbatches(own, **limits), count)])
+        return shards, cuts
+
+    def _attention_tokens(self) -> float | None:
+        """None: prompts are not shared."""
+        if self._shared_prompts is _UNKNOWN:
+            wanted = self.config.policy.share_prompts is not False
+            ask = [self.workers[0].call("attention_tokens")] if wanted else []
+            answers = wait(ask, timeout_s=self._timeout, doing="asking for the model's sizes")
+            self._shared_prompts = answers[0] if answers else None
+        return self._shared_prompts
 
     def _call_all(self, method: str, arguments: Any) -> list[Call]:
         calls = []

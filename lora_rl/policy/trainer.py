@@ -16,33 +16,18 @@ from lora_rl.lora.svd import spectrum_of
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.policy.logprobs import vocab_parallel_logprobs
 from lora_rl.policy.merged_jumps import MergedJumps
+from lora_rl.policy.microbatch import Microbatch, at_positions, attention_tokens, lay_out, padded_rows, unable_to_share
 from lora_rl.policy.model import THETA, PolicyModel, build_policy_model
 from lora_rl.policy.platform import Platform
 
 if TYPE_CHECKING:
+    from lora_rl.algorithm import Row
     from lora_rl.config import RunConfig
     from lora_rl.rollout.types import TrainBatch
 
 
 class AdapterGradientError(RuntimeError):
     """An adapter took part in no gradient although the batch carried a signal: it would never train."""
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Right-padded tokens of one forward pass on this rank's device. B sequences, T positions.
-
-    Attributes:
-        rows: rows of the shard these sequences come from (empty for a microbatch that only keeps ranks in step).
-        tokens: int64 [B, T].
-        mask: bool [B, T], true at completion tokens.
-        positions: int64 [N, 2], (sequence, position) of each completion token; T order within a sequence.
-    """
-
-    rows: list[int]
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -135,13 +120,17 @@ class PolicyRank:
         self.merged = MergedJumps(self.model)
         self._svd = svd.enabled
         self.freeze_reference()
+        problem = unable_to_share(self.model.module, local_attention=not platform.transformer_engine)
+        if problem is not None and config.policy.share_prompts:
+            raise ValueError(f"policy.share_prompts = true: cannot be done in this model: {problem}; use null")
+        self.can_share_prompts = problem is None
 
     # -- what the loop calls -----------------------------------------------------------------------------------
 
     def train_step(
         self,
         shard: TrainBatch,
-        microbatches: Sequence[Sequence[int]],
+        microbatches: Sequence[Sequence[Row]],
         *,
         old_logprobs: np.ndarray | None = None,
         reference_logprobs: np.ndarray | None = None,
@@ -154,7 +143,7 @@ class PolicyRank:
 
         Args:
             shard: this data-parallel rank's sequences, with the global counts of the step.
-            microbatches: rows of each microbatch; an empty one only keeps the ranks in step.
+            microbatches: rows of each microbatch, see `lay_out`; an empty one only keeps the ranks in step.
             old_logprobs: float32 [B, T], logprobs under the policy that started the batch; None when this is the
                 batch's first and only update, where they equal the current ones and one forward pass suffices.
             reference_logprobs: float32 [B, T]; None when the KL coefficient is 0.
@@ -190,7 +179,7 @@ class PolicyRank:
     def forward_backward(
         self,
         shard: TrainBatch,
-        microbatches: Sequence[Sequence[int]],
+        microbatches: Sequence[Sequence[Row]],
         *,
         old_logprobs: np.ndarray | None = None,
         reference_logprobs: np.ndarray | None = None,
@@ -211,8 +200,8 @@ class PolicyRank:
                 nll, certainty = -logprobs[microbatch.mask].sum(), entropy[microbatch.mask].sum().detach()
                 sums = {"nll": MetricSum(nll.detach(), "tokens"), "entropy": MetricSum(certainty, "tokens")}
                 return nll / normaliser.tokens * scale, {"metrics": sums}
-            rows = microbatch.rows
-            on_device = partial(self._rows_to_device, rows=rows, width=microbatch.tokens.shape[1])
+            rows = microbatch.sequences
+            on_device = partial(self._rows_to_device, rows=rows, width=microbatch.mask.shape[1])
             output = policy_loss(
                 self.loss_settings,
                 logprobs=logprobs,
@@ -232,7 +221,7 @@ class PolicyRank:
     def logprobs(
         self,
         shard: TrainBatch,
-        microbatches: Sequence[Sequence[int]],
+        microbatches: Sequence[Sequence[Row]],
         *,
         reference: bool = False,
         temperature: float | None = None,
@@ -248,7 +237,7 @@ class PolicyRank:
         """
 
         def collect(microbatch: Microbatch, logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, Any]:
-            return {"rows": microbatch.rows, "logprobs": self._logprobs(microbatch, logits, temperature)[0]}
+            return {"rows": microbatch.sequences, "logprobs": self._logprobs(microbatch, logits, temperature)[0]}
 
         with self._as_reference() if reference else nullcontext(), torch.no_grad():
             results = self._run(shard, microbatches, collect, forward_only=True)
@@ -304,6 +293,10 @@ class PolicyRank:
         """Rate of the adapters' parameter group."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
+    def attention_tokens(self) -> float | None:
+        """See `attention_tokens` in `lora_rl.policy.microbatch`; None: no prompts can be shared in this model."""
+        return attention_tokens(self.model.module) if self.can_share_prompts else None
+
     def describe(self) -> dict[str, Any]:
         """Sizes for the log: parameters on this rank, trainable ones, adapters.
 
@@ -324,20 +317,22 @@ class PolicyRank:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _run(
-        self, shard: TrainBatch, microbatches: Sequence[Sequence[int]], loss: Any, *, forward_only: bool
+        self, shard: TrainBatch, microbatches: Sequence[Sequence[Row]], loss: Any, *, forward_only: bool
     ) -> list[Any]:
         """Drive Megatron's pipeline schedule over the microbatches."""
 
         def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             microbatch = next(iterator)
-            length = microbatch.tokens.shape[1]
-            position_ids = torch.arange(length, device=self.platform.device).expand_as(microbatch.tokens)
-            # No attention mask: sequences are right-padded and causal, so no completion token can see padding.
-            return chunk(microbatch.tokens, position_ids, None), partial(loss, microbatch)
+            # Without a mask, positions are 0, 1, 2, ... in every row, which is what Megatron takes by itself.
+            shared = microbatch.position_ids if microbatch.hidden is not None else None
+            with at_positions(self.model.module, shared):
+                output = chunk(microbatch.tokens, microbatch.position_ids, microbatch.hidden)
+            return output, partial(loss, microbatch)
 
+        lay = partial(lay_out, shard, device=self.platform.device, multiple=self._positions_multiple)
         return self._forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter([self._microbatch(shard, rows) for rows in microbatches]),
+            data_iterator=iter([lay(rows) for rows in microbatches]),
             model=self.model.chunks,
             num_microbatches=len(microbatches),
             seq_length=max(shard.token_ids.shape[1], 1),
@@ -346,44 +341,29 @@ class PolicyRank:
             collect_non_loss_data=forward_only,
         )
 
-    def _microbatch(self, shard: TrainBatch, rows: Sequence[int]) -> Microbatch:
-        if not rows:
-            # Padding tokens with an empty mask: the smallest forward pass that keeps the ranks in step.
-            width = max(2, self._positions_multiple)
-            tokens = torch.zeros(1, width, dtype=torch.int64, device=self.platform.device)
-            none = torch.zeros_like(tokens, dtype=torch.bool)
-            return Microbatch([], tokens, none, none.nonzero())
-        part = shard.take(rows)
-        width = -(-part.token_ids.shape[1] // self._positions_multiple) * self._positions_multiple
-        token_ids = _pad_right(part.token_ids, width)
-        time = np.arange(token_ids.shape[1])
-        mask = (time >= part.prompt_lengths[:, None]) & (time < part.lengths[:, None])
-        mask_tensor = torch.from_numpy(mask).to(self.platform.device)
-        tokens = torch.from_numpy(np.ascontiguousarray(token_ids)).to(self.platform.device)
-        return Microbatch(list(rows), tokens, mask_tensor, mask_tensor.nonzero())
-
     def _logprobs(
         self, microbatch: Microbatch, logits: torch.Tensor, temperature: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [B, T] logprob and entropy per completion token from logits [B, T, V/tp]; 0 elsewhere."""
-        sequence, position = microbatch.positions.unbind(1)
-        # The logits at position t-1 predict token t; prompt positions are not even looked at.
+        """float32 [B, T] logprob and entropy per completion token from logits [G, S, V/tp]; 0 elsewhere."""
+        row, column = microbatch.predictors.unbind(1)
+        # Logits of prompt positions, but for the last, are not even looked at.
         logprobs, entropy = vocab_parallel_logprobs(
-            logits[sequence, position - 1],
-            microbatch.tokens[sequence, position],
+            logits[row, column],
+            microbatch.targets,
             temperature=temperature or self.temperature,
             vocab_size=self.model.vocab_size,
             group=self.tp_group,
         )
-        blank = torch.zeros(microbatch.tokens.shape, dtype=torch.float32, device=logits.device)
-        return blank.index_put((sequence, position), logprobs), blank.index_put((sequence, position), entropy)
+        blank = torch.zeros(microbatch.mask.shape, dtype=torch.float32, device=logits.device)
+        place = microbatch.completion.unbind(1)
+        return blank.index_put(place, logprobs), blank.index_put(place, entropy)
 
     def _rows_to_device(self, values: np.ndarray | None, *, rows: list[int], width: int) -> torch.Tensor | None:
         if values is None:
             return None
         if not rows:
             return torch.zeros(1, width, device=self.platform.device)
-        return torch.from_numpy(np.ascontiguousarray(_pad_right(values[rows, :width], width))).to(self.platform.device)
+        return torch.from_numpy(np.ascontiguousarray(padded_rows(values[rows, :width], width))).to(self.platform.device)
 
     def _vector_to_device(self, values: np.ndarray, rows: list[int]) -> torch.Tensor:
         return torch.from_numpy(values[rows] if rows else np.zeros(1, np.float32)).to(self.platform.device)
@@ -400,11 +380,6 @@ class PolicyRank:
                 f"{len(dead)} of {len(adapter_modules(self.model.module))} adapters received no gradient in the first "
                 f"update, so they would never train: {', '.join(sorted(dead)[:8])}"
             )
-
-
-def _pad_right(values: np.ndarray, width: int) -> np.ndarray:
-    """[B, T] with zeros behind, up to [B, width]."""
-    return np.pad(values, ((0, 0), (0, max(0, width - values.shape[1]))))
 
 
 def loss_settings(config: RunConfig) -> LossSettings:

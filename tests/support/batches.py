@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lora_rl.algorithm import num_microbatches_for_all, pad_microbatches, shard_sequences, split_microbatches
@@ -26,6 +28,28 @@ def make_batch(seed: int, *, sequences: int = 12, vocab_size: int = 264, advanta
         group_ids=np.arange(sequences) // 4,
         global_tokens=int(completion.sum()),
         global_sequences=sequences,
+    )
+
+
+def make_groups(seed: int, *, groups: int = 4, size: int = 3, vocab_size: int = 264) -> TrainBatch:
+    """As `make_batch`, but the sequences of a group start with the same prompt."""
+    batch = make_batch(seed, sequences=groups * size, vocab_size=vocab_size)
+    first = np.arange(len(batch)) // size * size
+    completions = batch.lengths - batch.prompt_lengths
+    prompts = batch.prompt_lengths[first]
+    lengths = prompts + completions
+    token_ids, behaviour = (np.zeros((len(batch), int(lengths.max())), dtype=t) for t in (np.int64, np.float32))
+    for row, (old, new, count) in enumerate(zip(batch.prompt_lengths, prompts, completions, strict=True)):
+        token_ids[row, :new] = batch.token_ids[first[row], :new]
+        token_ids[row, new : new + count] = batch.token_ids[row, old : old + count]
+        behaviour[row, new : new + count] = batch.behaviour_logprobs[row, old : old + count]
+    return replace(
+        batch,
+        token_ids=token_ids,
+        behaviour_logprobs=behaviour,
+        lengths=lengths,
+        prompt_lengths=prompts,
+        group_ids=np.arange(len(batch)) // size,
     )
 
 

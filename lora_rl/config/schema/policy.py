@@ -157,6 +157,11 @@ class PolicyConfig(Section):
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Gradients are clipped to this norm; null: off.")
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    share_prompts: bool | None = Field(
+        None,
+        description="Train on the completions of a prompt behind one copy of it, where that is less work; null: on the "
+        "CPU, whose attention takes the mask this needs.",
+    )
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
 

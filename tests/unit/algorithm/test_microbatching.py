@@ -6,7 +6,9 @@ from lora_rl.algorithm import (
     num_microbatches_for_all,
     pad_microbatches,
     padded_tokens,
+    row_length,
     shard_sequences,
+    share_prompts,
     split_microbatches,
 )
 
@@ -102,3 +104,47 @@ def test_long_and_short_sequences_are_mixed():
 def test_shard_count_below_one_is_refused():
     with pytest.raises(ValueError, match="dp = 0"):
         shard_sequences([1], 0)
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 300), min_size=1, max_size=8)), max_size=6),
+    attention_tokens=st.floats(1, 1e5),
+    max_tokens=st.integers(700, 2000),
+)
+@settings(max_examples=150, deadline=None)
+def test_shared_rows_hold_every_sequence_once_and_cost_least(groups, attention_tokens, max_tokens):
+    ids = [g for g, (_, completions) in enumerate(groups) for _ in completions]
+    prompts = [prompt for prompt, completions in groups for _ in completions]
+    lengths = [prompt + c for prompt, completions in groups for c in completions]
+    rows = share_prompts(ids, prompts, lengths, attention_tokens=attention_tokens, max_tokens=max_tokens)
+
+    def cost(rows):
+        sizes = [row_length(prompts[row[0]], [lengths[i] for i in row]) for row in rows]
+        return sum(s + s * s / attention_tokens for s in sizes)
+
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(len({ids[i] for i in row}) == 1 and row == tuple(sorted(row)) for row in rows)
+    assert all(row_length(prompts[row[0]], [lengths[i] for i in row]) <= max_tokens for row in rows)
+    assert cost(rows) <= cost([(i,) for i in range(len(lengths))]) * (1 + 1e-9)
+
+
+def test_short_completions_share_their_prompt_and_long_ones_do_not():
+    ids = [0, 0, 0, 0, 1, 1, 1, 1]
+    prompts = [100] * 8
+    lengths = [110] * 4 + [1100] * 4
+    rows = share_prompts(ids, prompts, lengths, attention_tokens=1000)
+    assert rows == [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
+    assert row_length(100, [110] * 4) == 100 + 4 * 9
+    # Where attention is cheap they do.
+    assert share_prompts(ids, prompts, lengths, attention_tokens=1e6) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    # A budget holds.
+    assert share_prompts(ids[:4], prompts[:4], lengths[:4], attention_tokens=1000, max_tokens=120) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "lengths", "message"),
+    [([2, 3], [5, 5], "sequences 0 and 1 of group 7 have prompts of 2 and 3"), ([2, 2], [5, 2], "sequence 1 has no")],
+)
+def test_what_cannot_share_a_row_is_named(prompts, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        share_prompts([7, 7], prompts, lengths, attention_tokens=100)

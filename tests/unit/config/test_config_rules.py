@@ -241,6 +241,18 @@ CASES = [
     (["policy.generation.max_new_tokens=32"], "policy.generation.max_new_tokens", "must be less than", 31),
     ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "must be more than policy.generation.max_new_tokens", 32),
     (
+        ["cluster.platform=cuda", "cluster.gpus_per_node=2", "policy.share_prompts=true"],
+        "policy.share_prompts",
+        "fused attention of GPUs takes no mask",
+        "null",
+    ),
+    (
+        ["policy.share_prompts=true", "policy.train_micro_batch_size=3"],
+        "policy.share_prompts",
+        "rows are cut by tokens",
+        "null",
+    ),
+    (
         ["policy.dynamic_batching.enabled=false", "policy.train_micro_batch_size=null"],
         "policy.train_micro_batch_size",
         "needed when policy.dynamic_batching.enabled is false; use 1",

@@ -49,14 +49,16 @@ def full_batch() -> TrainBatch:
     )
 
 
-def holdings(config: RunConfig) -> dict[str, Any]:
-    """Bytes that one rank holds, and keeps for the backward pass of one microbatch."""
+def holdings(config: RunConfig, group: int = 1) -> dict[str, Any]:
+    """Bytes that one rank holds, and keeps for the backward pass of one microbatch; `group` sequences share a row."""
     import torch
 
     rank = new_rank(config, b_std=0.5)
     parameters = list(rank.model.module.parameters())
     weights = {p.untyped_storage().data_ptr() for p in parameters}
     kept: dict[int, torch.Tensor] = {}
+    batch = full_batch()
+    batch.token_ids[:, :PROMPT] = batch.token_ids[0, :PROMPT]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         # Alive, so that its address is not given to another tensor; a storage counts once.
@@ -65,7 +67,7 @@ def holdings(config: RunConfig) -> dict[str, Any]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        rank.train_step(full_batch(), [list(range(SEQUENCES))])
+        rank.train_step(batch, [[tuple(range(n, n + group)) for n in range(0, SEQUENCES, group)]])
     states = [t for s in rank.optimizer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
     trained = [p for p in parameters if p.requires_grad]
     return {
@@ -88,7 +90,7 @@ def test_ranks_hold_what_the_plan_says(
     models: dict[str, Path], kind: str, tp: int, pp: int, overrides: tuple[str, ...]
 ) -> None:
     tokens = f"policy.dynamic_batching.train_mb_tokens={SEQUENCES * LENGTH}"
-    config = tiny_config(models[kind], tokens, *overrides, tp=tp, pp=pp)
+    config = tiny_config(models[kind], tokens, "policy.share_prompts=false", *overrides, tp=tp, pp=pp)
     facts = read_model_facts(str(models[kind]))
     shape = shape_of(facts)
     assert isinstance(shape, Shape)
@@ -104,6 +106,25 @@ def test_ranks_hold_what_the_plan_says(
             # Each layer is computed again in the backward pass; what it keeps then is seen here for all, one by one.
             planned += (shape.layers - 1) * parts.layer_activations(shape, trainer)
         assert planned == pytest.approx(held["kept"] - held["softmax"], rel=0.08)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_holds_what_the_plan_says_of_shared_prompts(models: dict[str, Path]) -> None:
+    group = SEQUENCES // 2
+    row = PROMPT + group * (LENGTH - PROMPT - 1)
+    config = tiny_config(
+        models["tied"],
+        f"policy.dynamic_batching.train_mb_tokens={2 * row}",
+        f"policy.max_total_sequence_length={LENGTH}",
+        f"policy.generation.max_new_tokens={LENGTH - PROMPT}",
+        f"grpo.num_generations_per_prompt={group}",
+    )
+    shape = shape_of(read_model_facts(str(models["tied"])))
+    assert isinstance(shape, Shape)
+    trainer = trainer_of(config, derive_layout(config), shape, read_model_facts(str(models["tied"])))
+    assert (trainer.tokens, trainer.length) == (2 * row, row)
+    [held] = run_ranks(holdings, config, group)
+    assert parts.activations(shape, trainer, stage=0) == pytest.approx(held["kept"] - held["softmax"], rel=0.08)
 
 
 @pytest.mark.parametrize("kind", ["tied"])
