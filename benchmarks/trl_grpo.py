@@ -7,7 +7,7 @@
 #   "transformers==5.12.1",
 # ]
 # ///
-"""The default job with TRL and PEFT adapters, in an environment of its own; benchmarks/vs_trl.py starts it.
+"""A job with TRL and PEFT adapters, in an environment of its own; benchmarks/vs_trl.py starts it.
 
 uv run benchmarks/trl_grpo.py SETTINGS.json RUN_FOLDER
 
@@ -26,7 +26,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+from peft import LoraConfig, PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
@@ -125,7 +125,23 @@ class Record(TrainerCallback):
         texts = self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         model.train(was_training)
         answers = [answer for _, answer in self.settings["held_out"]]
-        return sum(text == answer for text, answer in zip(texts, answers, strict=True)) / len(answers)
+        marker = self.settings["marker"]
+        return sum(is_right(text, answer, marker) for text, answer in zip(texts, answers, strict=True)) / len(answers)
+
+
+def is_right(text: str, answer: str, marker: str | None) -> bool:
+    """Whether a completion is the answer; with a marker, whether what follows its last occurrence is."""
+    return text == answer if marker is None else marker in text and text.rpartition(marker)[2].strip() == answer
+
+
+def new_adapter(settings: dict) -> LoraConfig:
+    """On all linears."""
+    return LoraConfig(
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],
+        lora_dropout=0.0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    )
 
 
 def main() -> None:
@@ -137,7 +153,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
 
     def exact_match(completions, answer, **_):
-        trainer.rewards = tuple(float(c == a) for c, a in zip(completions, answer, strict=True))
+        marker = settings["marker"]
+        trainer.rewards = tuple(float(is_right(c, a, marker)) for c, a in zip(completions, answer, strict=True))
         return list(trainer.rewards)
 
     updates = settings["updates_per_step"]
@@ -158,7 +175,7 @@ def main() -> None:
         loss_type="dapo",
         scale_rewards="group",
         learning_rate=settings["lr"],
-        lr_scheduler_type="linear",
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(settings["lr_decay"], settings["lr_decay"]),
         warmup_steps=settings["warmup"],
         adam_beta1=settings["beta1"],
         adam_beta2=settings["beta2"],
@@ -176,6 +193,8 @@ def main() -> None:
         dataloader_pin_memory=False,
     )
     record = Record(settings, folder, tokenizer)
+    if settings["adapter"] is not None:
+        model = PeftModel.from_pretrained(model, settings["adapter"], is_trainable=True)
     trainer = TimedTrainer(
         model=model,
         reward_funcs=exact_match,
@@ -183,12 +202,7 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": p, "answer": a} for p, a in settings["train"]]),
         processing_class=tokenizer,
         callbacks=[record],
-        peft_config=LoraConfig(
-            r=settings["rank"],
-            lora_alpha=settings["alpha"],
-            lora_dropout=0.0,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        ),
+        peft_config=new_adapter(settings) if settings["adapter"] is None else None,
     )
     record.trainer = trainer
     trainer.train()

@@ -1,6 +1,7 @@
-"""The default job, and the same job with TRL's GRPOTrainer: seconds to an accuracy, tokens per second, memory.
+"""A job, and the same job with TRL's GRPOTrainer: seconds to an accuracy, tokens per second, memory.
 
-uv run benchmarks/vs_trl.py [--seeds 0] [--steps 170] [--target 0.85] [--out results/vs_trl] [--figure FILE.png]
+uv run benchmarks/vs_trl.py [--config NAME.yaml] [--seeds 0] [--steps 170] [--target 0.85] [--out results/vs_trl]
+    [--figure FILE.png] [key=value ...]
 
 Both sides start from the same model and get the same prompts, answers, batch, loss, optimizer and learning rate, taken
 from the resolved configuration; both validate as often, on the same held-out prompts. TRL generates with Hugging Face
@@ -25,7 +26,6 @@ from typing import Any
 
 from runs import ROOT, Run, last, markdown, spread
 
-CONFIG = "grpo_tiny_cpu.yaml"
 # Megatron's fused linears and what they are called in a Hugging Face model.
 ALL_LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 
@@ -33,18 +33,20 @@ ALL_LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 def main() -> int:
     """Run what is missing, print, draw; 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="grpo_tiny_cpu.yaml", help="in examples/configs; default: the default job")
     parser.add_argument("--steps", type=int, default=170)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--target", type=float, default=0.85, help="accuracy on held-out prompts")
     parser.add_argument("--trl-threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("results/vs_trl"))
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("overrides", nargs="*", help="further key=value of the configuration")
     arguments = parser.parse_args()
     sides: dict[str, list[list[dict[str, Any]]]] = {"lora_rl": [], "TRL": []}
     for seed in map(int, arguments.seeds.split(",")):
-        options = (f"grpo.max_num_steps={arguments.steps}", f"grpo.seed={seed}")
-        ours = Run(arguments.out / f"lora_rl-{seed}", arguments.steps, CONFIG, options)
-        theirs = Run(arguments.out / f"trl-{seed}", arguments.steps, CONFIG, options)
+        options = (f"grpo.max_num_steps={arguments.steps}", f"grpo.seed={seed}", *arguments.overrides)
+        ours = Run(arguments.out / f"lora_rl-{seed}", arguments.steps, arguments.config, options)
+        theirs = Run(arguments.out / f"trl-{seed}", arguments.steps, arguments.config, options)
         for name, run in (("lora_rl", ours), ("TRL", theirs)):
             if run.records() is None:
                 start(name, run, arguments.trl_threads)
@@ -132,19 +134,23 @@ class Peak:
 def trl_settings(run: Run, threads: int) -> dict[str, Any]:
     """What TRL is given, from the configuration of the run."""
     from lora_rl.config import load_config
-    from lora_rl.data.addition import addition_examples
+    from lora_rl.data import load_prompts, load_tokenizer
 
-    config = load_config(str(ROOT / "examples/configs" / CONFIG), list(run.overrides))
+    config = load_config(str(ROOT / "examples/configs" / run.config), list(run.overrides))
     grpo, policy, loss = config.grpo, config.policy, config.loss_fn
     optimizer, scheduler, peft = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler, policy.megatron_cfg.peft
     update_batch = policy.train_global_batch_size or config.sequences_per_step
-    if set(peft.target_modules) != ALL_LINEARS or scheduler.lr_decay_style != "linear":
-        raise ValueError(f"{CONFIG}: the comparison knows adapters on all linears and linear decay only")
-    train, held_out = addition_examples()
+    if set(peft.target_modules) != ALL_LINEARS or config.reward.name != "exact_match":
+        raise ValueError(f"{run.config}: the comparison knows adapters on all linears and exact matches only")
+    tokenizer = load_tokenizer(policy.tokenizer_name, policy.tokenizer.chat_template)
+    train, held_out = load_prompts(config.data, tokenizer, sys.stderr.write)
     return {
         "model": str(ROOT / policy.model_name),
-        "train": [(e.content, e.answer) for e in train],
-        "held_out": [(e.content, e.answer) for e in held_out],
+        "adapter": peft.adapter_path,
+        "marker": config.reward.answer_marker,
+        "train": [(p.text, p.answer) for p in train],
+        "held_out": [(p.text, p.answer) for p in held_out[: grpo.max_val_samples]],
+        "lr_decay": scheduler.lr_decay_style,
         "steps": grpo.max_num_steps,
         "seed": grpo.seed,
         "val_period": grpo.val_period,

@@ -23,6 +23,8 @@ _MAX_THREADS_IF_TINY = 2
 _MAX_THREADS_WITH_GPU = 8
 _MAX_RANKS_LISTED = 32
 # vLLM's own choice for offline generation on CPUs.
+# vLLM's attention for the CPU takes multiples of it.
+BLOCK_ON_CPU = 32
 _BATCHED_TOKENS_ON_CPU = 4096
 
 
@@ -173,6 +175,15 @@ def engine_batched_tokens(config: RunConfig, platform: PlatformName) -> int | No
     if asked is not None or platform == "cuda":
         return asked
     return max(_BATCHED_TOKENS_ON_CPU, config.engine_max_model_len)
+
+
+def engine_block_size(config: RunConfig, platform: PlatformName) -> int | None:
+    """Tokens per block of the KV cache; None leaves it to vLLM.
+
+    On the CPU that would be 128, and a prompt that is shorter would be computed anew for each of its completions.
+    """
+    asked = config.policy.generation.vllm_cfg.block_size
+    return BLOCK_ON_CPU if asked is None and platform == "cpu" else asked
 
 
 def engine_nodes(config: RunConfig) -> int:

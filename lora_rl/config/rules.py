@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_rl.config.algorithm_rules import ALGORITHM_RULES
 from lora_rl.config.data_rules import DATA_RULES
 from lora_rl.config.errors import Violation
-from lora_rl.config.layout import layout_violations, platform_of
+from lora_rl.config.layout import BLOCK_ON_CPU, layout_violations, platform_of
 from lora_rl.config.next_rules import NEXT_RULES
 from lora_rl.config.reward_rules import REWARD_RULES
 from lora_rl.config.schema import RunConfig
@@ -166,6 +166,14 @@ def engine_iteration_holds_sequences(config: RunConfig) -> Iterator[Violation]:
             f"on the CPU no prompt is split, so one sequence of {longest} tokens must fit; raise it to that, or null"
         )
         yield Violation("policy.generation.vllm_cfg.max_num_batched_tokens", problem, tokens)
+
+
+def block_fits_attention(config: RunConfig) -> Iterator[Violation]:
+    """vLLM's attention for the CPU computes blocks of a fixed size."""
+    size = config.policy.generation.vllm_cfg.block_size
+    if size is not None and size % BLOCK_ON_CPU and platform_of(config) == "cpu":
+        problem = f"on the CPU a block has a multiple of {BLOCK_ON_CPU} tokens; use {BLOCK_ON_CPU}, or null"
+        yield Violation("policy.generation.vllm_cfg.block_size", problem, size)
 
 
 def colocated_engines_have_no_own_gpus(config: RunConfig) -> Iterator[Violation]:
@@ -356,6 +364,7 @@ RULES: tuple[Rule, ...] = (
     microbatch_size_is_known,
     shared_prompts_are_possible,
     engine_iteration_holds_sequences,
+    block_fits_attention,
     colocated_engines_have_no_own_gpus,
     async_runs_beside_the_trainer,
     async_keys_have_an_effect,

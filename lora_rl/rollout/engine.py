@@ -29,6 +29,7 @@ class EngineSettings:
         dtype: weight and activation type.
         max_model_len: prompt plus completion tokens.
         max_num_batched_tokens: of one iteration, at least max_model_len on the CPU; None: vLLM's default.
+        block_size: tokens per block of the KV cache; None: vLLM's default.
         kv_cache_gib: size of the KV cache on CPU, in GiB.
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         num_threads: OpenMP threads (CPU).
@@ -52,6 +53,7 @@ class EngineSettings:
     max_num_batched_tokens: int | None
     enforce_eager: bool
     enable_prefix_caching: bool
+    block_size: int | None
     kv_cache_gib: int
     gpu_memory_utilization: float
     load_format: str
@@ -108,6 +110,8 @@ class Engine:
             # What is sampled after a part of a prompt is thrown away, and vLLM then takes the request's random numbers
             # back, which torch's generators for the CPU cannot do: no prompt is split.
             options["enable_chunked_prefill"] = False
+        if settings.block_size is not None:
+            options["block_size"] = settings.block_size
         if settings.adapter_rank:
             options |= {"enable_lora": True, "max_lora_rank": engine_rank(settings.adapter_rank)}
             options |= {"lora_target_modules": list(settings.adapter_modules)}
@@ -202,16 +206,19 @@ class Engine:
             # vLLM need not copy deeply what is this request's own: that took 8 % of the time of short generations.
             skip_clone=True,
         )
-        self._start(name, request.prompt_ids, params)
+        self._start(name, request.prompt_ids, params, request.purpose)
 
-    def _start(self, name: str, tokens: Sequence[int], params: Any, *, is_probe: bool = False) -> _Running:
+    def _start(
+        self, name: str, tokens: Sequence[int], params: Any, purpose: str = "", *, is_probe: bool = False
+    ) -> _Running:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         if is_probe:
             params.output_kind = RequestOutputKind.FINAL_ONLY
-        # Keys and values cached under one weight version are never found by requests of another.
-        prompt = tokens_input(list(tokens), cache_salt=f"version {self.weight_version}")
+        # Keys and values cached under one weight version are never found by requests of another; nor those of
+        # validation by training, which a resumed run would not find either, and would round differently.
+        prompt = tokens_input(list(tokens), cache_salt=f"version {self.weight_version} {purpose}")
         adapter = None if self._adapters is None else self._adapters.acquire()
         # vLLM may still know an aborted request of the same name.
         vllm_name = f"{next(self._numbers)} {name}"
@@ -240,6 +247,7 @@ class Engine:
                 running.prompt_logprobs = output.prompt_logprobs
             else:
                 running.take(output.outputs[0], self.weight_version)
+            running.cached = max(running.cached, output.num_cached_tokens or 0)
             if output.finished:
                 del self._running[name]
                 self._release(running)
@@ -380,6 +388,7 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
+    cached: int = 0
 
     def take(self, output: Any, engine_version: int) -> None:
         """Add the tokens of one step (or of all)."""
@@ -400,4 +409,5 @@ class _Running:
         spans = tuple((version, tokens) for version, tokens in self.spans if tokens) or ((self.version, 0),)
         oldest = min(version for version, _ in spans)
         mixed = len(spans) > 1
-        return Completion(tuple(self.token_ids), tuple(self.logprobs), stop_reason, oldest, spans if mixed else ())
+        parts = tuple(self.token_ids), tuple(self.logprobs)
+        return Completion(*parts, stop_reason, oldest, spans if mixed else (), self.cached)

@@ -48,7 +48,7 @@ def start_engine(
 
 def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
     """The configuration's engine section, with everything derived filled in."""
-    from lora_rl.config.layout import engine_batched_tokens
+    from lora_rl.config.layout import engine_batched_tokens, engine_block_size
     from lora_rl.lora.targets import hf_linears
     from lora_rl.rollout.engine import EngineSettings
 
@@ -67,6 +67,7 @@ def engine_settings(config: RunConfig, layout: Layout) -> EngineSettings:
         max_num_batched_tokens=engine_batched_tokens(config, layout.platform),
         enforce_eager=vllm.enforce_eager,
         enable_prefix_caching=vllm.enable_prefix_caching,
+        block_size=engine_block_size(config, layout.platform),
         kv_cache_gib=vllm.kv_cache_gib,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         load_format=vllm.load_format,

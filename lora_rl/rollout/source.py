@@ -81,7 +81,7 @@ class Generator:
         if group.attempt:
             purpose = f"{purpose} again {group.attempt}"
         return [
-            GenerationRequest(group.prompt.token_ids, request_seed(self.seed, purpose, group.group_id, sample))
+            GenerationRequest(group.prompt.token_ids, request_seed(self.seed, purpose, group.group_id, sample), purpose)
             for sample in range(per_prompt)
         ]
 

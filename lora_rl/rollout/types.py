@@ -77,10 +77,12 @@ class GenerationRequest:
     Attributes:
         prompt_ids: prompt tokens.
         seed: seed of this request's sampling; equal requests with equal seeds give equal completions.
+        purpose: what it is sampled for; prompts share cached keys and values with others of the same purpose only.
     """
 
     prompt_ids: tuple[int, ...]
     seed: int
+    purpose: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Completion:
         stop_reason: why it ended.
         weight_version: version of the weights that sampled it; the oldest one when weights changed on the way.
         version_spans: then (weight version, tokens) of each stretch, in order; empty: one version for all tokens.
+        cached_prompt_tokens: of the prompt, whose keys and values were those of another request.
     """
 
     token_ids: tuple[int, ...]
@@ -100,6 +103,7 @@ class Completion:
     stop_reason: StopReason
     weight_version: int
     version_spans: tuple[tuple[int, int], ...] = ()
+    cached_prompt_tokens: int = 0
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

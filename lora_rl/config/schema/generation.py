@@ -77,6 +77,11 @@ class VllmConfig(Section):
         description="Tokens per engine iteration; null: vLLM's default, on the CPU at least the longest sequence.",
     )
     enable_prefix_caching: bool = Field(True, description="Share the KV cache of common prefixes.")
+    block_size: PositiveInt | None = Field(
+        None,
+        description="Tokens per block of the KV cache; prefixes are shared in whole blocks. null: 32 on the CPU, "
+        "vLLM's default on GPUs.",
+    )
     num_threads: PositiveInt | None = Field(
         None, description="OpenMP threads per engine process; null: derived from the cores and processes."
     )

@@ -246,6 +246,7 @@ CASES = [
         "fused attention of GPUs takes no mask",
         "null",
     ),
+    ([f"{VLLM}.block_size=48"], f"{VLLM}.block_size", "a multiple of 32 tokens", "null"),
     (
         ["policy.share_prompts=true", "policy.train_micro_batch_size=3"],
         "policy.share_prompts",
