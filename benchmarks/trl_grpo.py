@@ -122,11 +122,14 @@ class Record(TrainerCallback):
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=self.tokenizer.eos_token_id,
         )
-        texts = self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        completions = output[:, inputs["input_ids"].shape[1] :]
+        ended = (completions == self.tokenizer.eos_token_id).any(dim=1).tolist()
+        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         model.train(was_training)
         answers = [answer for _, answer in self.settings["held_out"]]
         marker = self.settings["marker"]
-        return sum(is_right(text, answer, marker) for text, answer in zip(texts, answers, strict=True)) / len(answers)
+        right = [e and is_right(t, a, marker) for e, t, a in zip(ended, texts, answers, strict=True)]
+        return sum(right) / len(right)
 
 
 def is_right(text: str, answer: str, marker: str | None) -> bool:
@@ -152,9 +155,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
 
-    def exact_match(completions, answer, **_):
-        marker = settings["marker"]
-        trainer.rewards = tuple(float(is_right(c, a, marker)) for c, a in zip(completions, answer, strict=True))
+    def exact_match(completions, answer, completion_ids, **_):
+        # A completion that was cut off counts as wrong.
+        ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
+        right = [e and is_right(c, a, settings["marker"]) for e, c, a in zip(ended, completions, answer, strict=True)]
+        trainer.rewards = tuple(map(float, right))
         return list(trainer.rewards)
 
     updates = settings["updates_per_step"]

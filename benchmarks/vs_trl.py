@@ -13,7 +13,9 @@ repeated. Memory is the largest proportional set size of all processes of a side
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import operator
 import os
 import shutil
 import statistics
@@ -26,6 +28,32 @@ from typing import Any
 
 from runs import ROOT, Run, last, markdown, spread
 
+DEFAULT = "grpo_tiny_cpu.yaml"
+# What trl_grpo.py does, whatever the configuration says.
+FIXED = {
+    "grpo.adv_estimator.name": "grpo",
+    "grpo.normalize_rewards": True,
+    "grpo.use_leave_one_out_baseline": False,
+    "grpo.val_num_generations": 1,
+    "grpo.val_temperature": 1.0,
+    "grpo.use_dynamic_sampling": False,
+    "grpo.overlong_filtering": False,
+    "grpo.reward_shaping.enabled": False,
+    "grpo.async_grpo.enabled": False,
+    "grpo.next.enabled": False,
+    "loss_fn.policy_loss": "ppo_clip",
+    "loss_fn.token_level_loss": True,
+    "loss_fn.ratio_clip_c": None,
+    "loss_fn.reference_policy_kl_penalty": 0.0,
+    "policy.generation.temperature": 1.0,
+    "policy.generation.top_p": 1.0,
+    "policy.precision": "float32",
+    "policy.megatron_cfg.optimizer.min_lr": 0.0,
+    "policy.megatron_cfg.peft.svd.enabled": False,
+    "policy.tokenizer.name": None,
+    "reward.name": "exact_match",
+    "reward.additional": [],
+}
 # Megatron's fused linears and what they are called in a Hugging Face model.
 ALL_LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 
@@ -33,7 +61,7 @@ ALL_LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 def main() -> int:
     """Run what is missing, print, draw; 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="grpo_tiny_cpu.yaml", help="in examples/configs; default: the default job")
+    parser.add_argument("--config", default=DEFAULT, help="in examples/configs; default: the default job")
     parser.add_argument("--steps", type=int, default=170)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--target", type=float, default=0.85, help="accuracy on held-out prompts")
@@ -45,8 +73,10 @@ def main() -> int:
     sides: dict[str, list[list[dict[str, Any]]]] = {"lora_rl": [], "TRL": []}
     for seed in map(int, arguments.seeds.split(",")):
         options = (f"grpo.max_num_steps={arguments.steps}", f"grpo.seed={seed}", *arguments.overrides)
-        ours = Run(arguments.out / f"lora_rl-{seed}", arguments.steps, arguments.config, options)
-        theirs = Run(arguments.out / f"trl-{seed}", arguments.steps, arguments.config, options)
+        # Another job has folders of its own, so that one is never taken for the other.
+        job = "" if (arguments.config, arguments.overrides) == (DEFAULT, []) else f"-{name_of(arguments)}"
+        ours = Run(arguments.out / f"lora_rl{job}-{seed}", arguments.steps, arguments.config, options)
+        theirs = Run(arguments.out / f"trl{job}-{seed}", arguments.steps, arguments.config, options)
         for name, run in (("lora_rl", ours), ("TRL", theirs)):
             if run.records() is None:
                 start(name, run, arguments.trl_threads)
@@ -60,6 +90,12 @@ def main() -> int:
     if arguments.figure is not None:
         draw(sides, arguments.target, arguments.figure)
     return 0
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """The configuration and the overrides as part of a file name."""
+    digest = hashlib.blake2b("\n".join([arguments.config, *arguments.overrides]).encode(), digest_size=4).hexdigest()
+    return f"{Path(arguments.config).stem}-{digest}"
 
 
 def start(name: str, run: Run, threads: int) -> None:
@@ -140,8 +176,11 @@ def trl_settings(run: Run, threads: int) -> dict[str, Any]:
     grpo, policy, loss = config.grpo, config.policy, config.loss_fn
     optimizer, scheduler, peft = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler, policy.megatron_cfg.peft
     update_batch = policy.train_global_batch_size or config.sequences_per_step
-    if set(peft.target_modules) != ALL_LINEARS or config.reward.name != "exact_match":
-        raise ValueError(f"{run.config}: the comparison knows adapters on all linears and exact matches only")
+    if set(peft.target_modules) != ALL_LINEARS:
+        raise ValueError(f"{run.config}: the comparison knows adapters on all linears only")
+    for key, value in FIXED.items():
+        if (found := operator.attrgetter(key)(config)) != value:
+            raise ValueError(f"{run.config}: {key} = {found}: TRL is not given that; the comparison knows {value} only")
     tokenizer = load_tokenizer(policy.tokenizer_name, policy.tokenizer.chat_template)
     train, held_out = load_prompts(config.data, tokenizer, sys.stderr.write)
     return {

@@ -35,6 +35,7 @@ def share_prompts(
     *,
     attention_tokens: float,
     max_tokens: int | None = None,
+    shards: int = 1,
 ) -> list[tuple[int, ...]]:
     """Put sequences of the same group into rows that hold their prompt once, as many per row as is cheapest.
 
@@ -48,6 +49,7 @@ def share_prompts(
         lengths: tokens of each sequence, prompt and completion.
         attention_tokens: positions at which attention costs as much as everything else, > 0.
         max_tokens: no row is longer, unless it holds one sequence only; None: no limit.
+        shards: `shard_sequences` will deal the rows to that many ranks; what counts is the one with the most work.
 
     Returns:
         Indices into the arguments, ascending within a row; every index occurs exactly once. Rows are in the order of
@@ -80,12 +82,22 @@ def share_prompts(
             total += positions + positions**2 / attention_tokens
         return total
 
-    rows = []
-    for indices in members.values():
-        # Sizes that spread the group evenly, the smallest number of rows first: ties go to the most sharing.
-        sizes = sorted({-(-len(indices) // count) for count in range(1, len(indices) + 1)}, reverse=True)
-        rows += min((cut(indices, size) for size in sizes), key=cost)
-    return sorted(rows)
+    def shared(most: int) -> list[tuple[int, ...]]:
+        rows = []
+        for indices in members.values():
+            # Sizes that spread the group evenly, the smallest number of rows first: ties go to the most sharing.
+            sizes = sorted({-(-len(indices) // count) for count in range(1, len(indices) + 1)}, reverse=True)
+            rows += min((cut(indices, size) for size in sizes if size <= most), key=cost)
+        return sorted(rows)
+
+    def busiest(rows: list[tuple[int, ...]]) -> float:
+        positions = [row_length(prompt_lengths[row[0]], [lengths[i] for i in row]) for row in rows]
+        return max(cost([rows[n] for n in shard]) for shard in shard_sequences(positions, shards))
+
+    largest = max(map(len, members.values()), default=1)
+    if shards == 1:
+        return shared(largest)
+    return min((shared(most) for most in range(largest, 0, -1)), key=busiest)
 
 
 def split_microbatches(

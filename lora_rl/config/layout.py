@@ -23,9 +23,9 @@ _MAX_THREADS_IF_TINY = 2
 _MAX_THREADS_WITH_GPU = 8
 _MAX_RANKS_LISTED = 32
 # vLLM's own choice for offline generation on CPUs.
+_BATCHED_TOKENS_ON_CPU = 4096
 # vLLM's attention for the CPU takes multiples of it.
 BLOCK_ON_CPU = 32
-_BATCHED_TOKENS_ON_CPU = 4096
 
 
 @dataclass(frozen=True)

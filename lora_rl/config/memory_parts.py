@@ -56,17 +56,24 @@ class Trainer:
         return self.tp if self.sequence_parallel else 1
 
 
-def sharing_sequences(shape: Shape, *, prompt: int, completion: int, group: int) -> int:
-    """Sequences of the longest kind that train behind one copy of their prompt, at most.
+def sharing_sequences(shape: Shape, *, prompt: int, completion: int, group: int, tokens: int) -> int:
+    """Sequences of the longest kind that train behind one copy of their prompt: as many as `share_prompts` in
+    `lora_rl.algorithm.batching` puts into a row of at most `tokens`.
 
-    A row of them is as long as costs least per sequence, see `share_prompts` in `lora_rl.algorithm.batching`: the
-    completions of P + sqrt(P (P + s)) positions, with s those at which attention costs as much as the linears.
+    That module is not used here because its package imports torch, which a dry run does without.
     """
     used = {True: shape.active_experts, False: 1}
     weights = sum(i * o * used[copies > 1] for i, o, copies in shape.linears.values())
     attention_tokens = weights / (4 * shape.q)
-    best = math.sqrt(prompt * (prompt + attention_tokens)) / completion
-    return max(1, min(group, math.ceil(best)))
+
+    def cost(size: int) -> float:
+        full, rest = divmod(group, size)
+        rows = [prompt + size * (completion - 1)] * full + ([prompt + rest * (completion - 1)] if rest else [])
+        return sum(positions + positions**2 / attention_tokens for positions in rows)
+
+    sizes = {math.ceil(group / count) for count in range(1, group + 1)}
+    fitting = [size for size in sorted(sizes, reverse=True) if prompt + size * (completion - 1) <= tokens]
+    return min(fitting, key=cost, default=1)
 
 
 def adapter_parameters(shape: Shape, trainer: Trainer) -> int:

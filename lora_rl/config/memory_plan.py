@@ -82,9 +82,15 @@ def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFact
     policy, peft = config.policy, config.policy.megatron_cfg.peft
     longest, completion = policy.max_total_sequence_length, policy.generation.max_new_tokens
     prompt, sequences = longest - completion, 1
-    if layout.platform == "cpu" and policy.share_prompts is not False:
-        group = config.grpo.num_generations_per_prompt
-        sequences = parts.sharing_sequences(shape, prompt=prompt, completion=completion, group=group)
+    by_tokens = policy.dynamic_batching.enabled and policy.train_micro_batch_size is None
+    if layout.platform == "cpu" and policy.share_prompts is not False and by_tokens:
+        sequences = parts.sharing_sequences(
+            shape,
+            prompt=prompt,
+            completion=completion,
+            group=config.grpo.num_generations_per_prompt,
+            tokens=policy.dynamic_batching.train_mb_tokens,
+        )
     row = longest if sequences == 1 else prompt + sequences * (completion - 1)
     tokens = policy.dynamic_batching.train_mb_tokens
     if not policy.dynamic_batching.enabled:

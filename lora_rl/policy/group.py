@@ -253,6 +253,7 @@ class PolicyGroup:
                 positions,
                 attention_tokens=attention_tokens,
                 max_tokens=limits["max_tokens"],
+                shards=self.layout.dp,
             )
             # Rows of one sequence may come to a microbatch in which none shares, where they are laid out whole.
             positions = [

@@ -148,12 +148,16 @@ def unable_to_share(model: torch.nn.Module, *, local_attention: bool) -> str | N
     """Why prompts cannot be shared in this Megatron model; None: they can.
 
     Args:
-        local_attention: its attention is Megatron's own, which takes any mask, not that of Transformer Engine.
+        local_attention: its attention is Megatron's own without fused kernels, which takes any mask.
     """
     config = model.config
-    kind = getattr(model, "position_embedding_type", "none")
+    kind = getattr(model, "position_embedding_type", None)
     if not local_attention:
         return "fused attention takes no mask of this kind"
+    if kind is None:
+        return "it is not a plain GPT model, which would say of what kind its positions are"
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        return f"its attention is {config.experimental_attention_variant}"
     if config.multi_latent_attention:
         return "latent attention places its keys itself"
     if config.window_size is not None:

@@ -120,7 +120,7 @@ class PolicyRank:
         self.merged = MergedJumps(self.model)
         self._svd = svd.enabled
         self.freeze_reference()
-        problem = unable_to_share(self.model.module, local_attention=not platform.transformer_engine)
+        problem = unable_to_share(self.model.module, local_attention=platform.name == "cpu")
         if problem is not None and config.policy.share_prompts:
             raise ValueError(f"policy.share_prompts = true: cannot be done in this model: {problem}; use null")
         self.can_share_prompts = problem is None
@@ -332,7 +332,8 @@ class PolicyRank:
         lay = partial(lay_out, shard, device=self.platform.device, multiple=self._positions_multiple)
         return self._forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter([lay(rows) for rows in microbatches]),
+            # One at a time: a mask takes S^2 bytes per row.
+            data_iterator=map(lay, microbatches),
             model=self.model.chunks,
             num_microbatches=len(microbatches),
             seq_length=max(shard.token_ids.shape[1], 1),

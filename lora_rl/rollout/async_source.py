@@ -235,7 +235,9 @@ class AsyncRolloutSource:
                 return
             groups = self._queue.draw(room)
             per_prompt = self._config.grpo.num_generations_per_prompt
-            jobs = [self._generator.requests(group, per_prompt, purpose="train") for group in groups]
+            # In rounds, it is the synchronous run; otherwise groups that start one by one may share a system prompt.
+            cache = self._generator.new_cache() if self._max_age == 0 else ""
+            jobs = [self._generator.requests(group, per_prompt, purpose="train", cache=cache) for group in groups]
             version = self._engines.weight_version
             futures = self._engines.submit(jobs, training_sampling(self._config))
             for group, future in zip(groups, futures, strict=True):

@@ -206,19 +206,18 @@ class Engine:
             # vLLM need not copy deeply what is this request's own: that took 8 % of the time of short generations.
             skip_clone=True,
         )
-        self._start(name, request.prompt_ids, params, request.purpose)
+        self._start(name, request.prompt_ids, params, request.cache)
 
     def _start(
-        self, name: str, tokens: Sequence[int], params: Any, purpose: str = "", *, is_probe: bool = False
+        self, name: str, tokens: Sequence[int], params: Any, cache: str = "", *, is_probe: bool = False
     ) -> _Running:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         if is_probe:
             params.output_kind = RequestOutputKind.FINAL_ONLY
-        # Keys and values cached under one weight version are never found by requests of another; nor those of
-        # validation by training, which a resumed run would not find either, and would round differently.
-        prompt = tokens_input(list(tokens), cache_salt=f"version {self.weight_version} {purpose}")
+        # Keys and values cached under one weight version are never found by requests of another.
+        prompt = tokens_input(list(tokens), cache_salt=f"version {self.weight_version} {cache}")
         adapter = None if self._adapters is None else self._adapters.acquire()
         # vLLM may still know an aborted request of the same name.
         vllm_name = f"{next(self._numbers)} {name}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_rl.rewards import Scorer, ScoreRequest
@@ -71,17 +72,29 @@ class Generator:
     tokenizer: Tokenizer
     seed: int
     scorer: Scorer = field(default_factory=Scorer)
+    _rounds: Iterator[int] = field(default_factory=count, init=False, repr=False)
 
-    def requests(self, group: PromptGroup, per_prompt: int, *, purpose: str) -> list[GenerationRequest]:
+    def new_cache(self) -> str:
+        """A word for `requests` that no requests had before.
+
+        What an earlier round left in the cache is not found: a resumed run would not find it either, and what is read
+        there and what is computed differ in the last bits.
+        """
+        return f"round {next(self._rounds)}"
+
+    def requests(
+        self, group: PromptGroup, per_prompt: int, *, purpose: str, cache: str = ""
+    ) -> list[GenerationRequest]:
         """The requests of one group. Equal arguments give equal requests.
 
         Args:
             purpose: distinguishes streams of random numbers, such as `train` and `validation`.
+            cache: see `GenerationRequest`.
         """
         if group.attempt:
             purpose = f"{purpose} again {group.attempt}"
         return [
-            GenerationRequest(group.prompt.token_ids, request_seed(self.seed, purpose, group.group_id, sample), purpose)
+            GenerationRequest(group.prompt.token_ids, request_seed(self.seed, purpose, group.group_id, sample), cache)
             for sample in range(per_prompt)
         ]
 
@@ -112,13 +125,15 @@ class Generator:
     ) -> tuple[list[list[Rollout]], list[tuple[PromptGroup, JobRefused]]]:
         """Scored rollouts of the groups, sampled with the current weights, and the groups that no engine can do.
 
-        Equal arguments and weights give equal rollouts, whatever the number of engines.
+        Equal arguments and weights give equal rollouts, whatever the number of engines, but for ties within rounding:
+        which prompts find a common beginning in an engine's cache depends on which meet there.
 
         Raises:
             SyncError: a completion was sampled by other weights than those of the last push.
             WorkerError: see `EnginePool.generate`.
         """
-        jobs = [self.requests(group, per_prompt, purpose=purpose) for group in groups]
+        cache = self.new_cache()
+        jobs = [self.requests(group, per_prompt, purpose=purpose, cache=cache) for group in groups]
         answered, refused = [], []
         for group, result in zip(groups, self.engines.generate(jobs, sampling), strict=True):
             if isinstance(result, JobRefused):

@@ -77,12 +77,12 @@ class GenerationRequest:
     Attributes:
         prompt_ids: prompt tokens.
         seed: seed of this request's sampling; equal requests with equal seeds give equal completions.
-        purpose: what it is sampled for; prompts share cached keys and values with others of the same purpose only.
+        cache: requests find keys and values of a common beginning only where both have the same word here.
     """
 
     prompt_ids: tuple[int, ...]
     seed: int
-    purpose: str = ""
+    cache: str = ""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,8 @@ class PolicyConfig(Section):
     share_prompts: bool | None = Field(
         None,
         description="Train on the completions of a prompt behind one copy of it, where that is less work; null: on the "
-        "CPU, whose attention takes the mask this needs.",
+        "CPU, whose attention takes the mask this needs. Not in passes that train_micro_batch_size or "
+        "logprob_batch_size cut by sequences.",
     )
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

@@ -141,6 +141,26 @@ def test_short_completions_share_their_prompt_and_long_ones_do_not():
     assert share_prompts(ids[:4], prompts[:4], lengths[:4], attention_tokens=1000, max_tokens=120) == [(0, 1), (2, 3)]
 
 
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=5),
+    prompt=st.integers(1, 2000),
+    completion=st.integers(1, 600),
+    dp=st.integers(2, 4),
+)
+@settings(max_examples=100, deadline=None)
+def test_sharing_makes_no_rank_busier(sizes, prompt, completion, dp):
+    ids = [g for g, size in enumerate(sizes) for _ in range(size)]
+    prompts, lengths = [prompt] * len(ids), [prompt + completion] * len(ids)
+
+    def busiest(rows):
+        positions = [row_length(prompt, [prompt + completion] * len(row)) for row in rows]
+        return max(sum(positions[n] + positions[n] ** 2 / 4000 for n in s) for s in shard_sequences(positions, dp))
+
+    rows = share_prompts(ids, prompts, lengths, attention_tokens=4000, shards=dp)
+    assert sorted(i for row in rows for i in row) == list(range(len(ids)))
+    assert busiest(rows) <= busiest([(i,) for i in range(len(ids))]) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("prompts", "lengths", "message"),
     [([2, 3], [5, 5], "sequences 0 and 1 of group 7 have prompts of 2 and 3"), ([2, 2], [5, 2], "sequence 1 has no")],

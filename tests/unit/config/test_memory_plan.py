@@ -8,10 +8,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lora_rl.config import ConfigError, check_machine, derive_layout, hardware, layout, load_config
+from lora_rl.algorithm import share_prompts
+from lora_rl.config import ConfigError, check_machine, derive_layout, hardware, layout, load_config, memory_parts
 from lora_rl.config.memory_plan import memory_plan
 from lora_rl.config.memory_table import GIB
 from lora_rl.config.model_files import read_model_facts
@@ -222,3 +227,22 @@ def test_no_plan_without_sizes(config_file: Path, model_dir: Path, change: dict,
     (model_dir / "config.json").write_text(json.dumps({**content, **change}))
     assert reason in plan_of(config_file, *ATTENTION).describe()
     assert not plan_of(config_file, "policy.model_name=some/model").holders
+
+
+@given(
+    prompt=st.integers(1, 4000),
+    completion=st.integers(1, 2000),
+    group=st.integers(1, 32),
+    tokens=st.integers(64, 10**5),
+)
+def test_the_plan_shares_prompts_as_training_does(prompt: int, completion: int, group: int, tokens: int) -> None:
+    shape: Any = SimpleNamespace(linears={"up": (512, 2048, 1), "down": (2048, 512, 1)}, q=256, active_experts=1)
+    sequences = memory_parts.sharing_sequences(shape, prompt=prompt, completion=completion, group=group, tokens=tokens)
+    rows = share_prompts(
+        [0] * group,
+        [prompt] * group,
+        [prompt + completion] * group,
+        attention_tokens=2 * 512 * 2048 / (4 * 256),
+        max_tokens=tokens,
+    )
+    assert sequences == max(map(len, rows))

@@ -139,6 +139,8 @@ def test_a_model_that_cannot_share_is_named_when_told_to(models: dict[str, Path]
         (True, {"multi_latent_attention": True}, "rope", "latent attention"),
         (True, {"window_size": (8, 0)}, "rope", "sliding window"),
         (True, {}, "mrope", "of the kind mrope"),
+        (True, {}, None, "not a plain GPT model"),
+        (True, {"experimental_attention_variant": "gated_delta_net"}, "rope", "its attention is gated_delta_net"),
     ],
 )
 def test_what_cannot_share(local: bool, config: dict[str, Any], kind: str, reason: str | None) -> None:

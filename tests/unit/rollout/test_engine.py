@@ -69,14 +69,14 @@ def test_samples_of_a_long_prompt_are_computed_behind_one_copy_of_it(
 ) -> None:
     rng = np.random.default_rng(8)
     prompts = [tuple(rng.integers(3, 259, length).tolist()) for length in (33, 64, 70, 100)]
-    asked = [GenerationRequest(p, seed=n, purpose="train") for p in prompts for n in range(5)]
+    asked = [GenerationRequest(p, seed=n, cache="a") for p in prompts for n in range(5)]
     drawn = generate(pushed, LONG, asked)
     for request, completion in zip(asked, drawn, strict=True):
         ours = tables(trainer, request, completion, 0.6).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         np.testing.assert_allclose(completion.logprobs, ours, atol=1e-4, rtol=0)
     # All but the last token of a prompt can be shared, in whole blocks of 32.
     assert [c.cached_prompt_tokens for c in drawn] == [n for n in (32, 32, 64, 96) for n in (0, n, n, n, n)]
-    [other] = generate(pushed, LONG, [dataclasses.replace(asked[-1], purpose="validation")])
+    [other] = generate(pushed, LONG, [dataclasses.replace(asked[-1], cache="b")])
     assert other.cached_prompt_tokens == 0
 
 
