@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import operator
 import os
 import shutil
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,12 @@ def seconds_to(records: Sequence[Mapping[str, Any]], target: float) -> float:
     return next((r["elapsed_s"] for r in records if r.get("val/accuracy", 0.0) >= target), float("inf"))
 
 
+def seconds_per_step(records: Sequence[Mapping[str, Any]]) -> float:
+    """Median over the steps."""
+    spans = (b["elapsed_s"] - a["elapsed_s"] - b.get("time/validation", 0.0) for a, b in pairwise(records[1:]))
+    return statistics.median(spans)
+
+
 def rate(records: Sequence[Mapping[str, Any]], phase: str) -> float:
     """Median tokens per second of a phase."""
     return statistics.median(r[f"tokens/{phase}"] / r[f"time/{phase}"] for r in records[1:] if r.get(f"time/{phase}"))
@@ -228,6 +236,7 @@ def table(sides: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], target: fl
         "steps": lambda r: r[-1]["step"],
         f"seconds to accuracy {target}": lambda r: seconds_to(r, target),
         "seconds to the first optimizer step": lambda r: r[1]["elapsed_s"],
+        "seconds per step, validation left out": seconds_per_step,
         "seconds in all": lambda r: r[-1]["elapsed_s"],
         "accuracy at the end": lambda r: last(r, "val/accuracy"),
         "generated tokens per second": lambda r: rate(r, "generation"),
@@ -237,6 +246,9 @@ def table(sides: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], target: fl
     rows = []
     for label, figure in figures.items():
         ours, theirs = ([figure(records) for records in runs] for runs in sides.values())
+        if not all(map(math.isfinite, (*ours, *theirs))):
+            # Not every run was long enough to reach it.
+            continue
         ratio = statistics.fmean(theirs) / statistics.fmean(ours)
         digits = 3 if "accuracy at" in label else 1 if "GiB" in label else 0
         rows.append([label, spread(ours, digits), spread(theirs, digits), f"{ratio:.2f}"])
