@@ -250,7 +250,7 @@ def table(sides: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], target: fl
             # Not every run was long enough to reach it.
             continue
         ratio = statistics.fmean(theirs) / statistics.fmean(ours)
-        digits = 3 if "accuracy at" in label else 1 if "GiB" in label else 0
+        digits = next((n for word, n in (("accuracy at", 3), ("per step", 2), ("GiB", 1)) if word in label), 0)
         rows.append([label, spread(ours, digits), spread(theirs, digits), f"{ratio:.2f}"])
     return markdown(["", *sides, "TRL / lora_rl"], rows)
 

@@ -138,9 +138,11 @@ class Engine:
             # Behaviour logprobs must be those of the distribution that was sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=BACKENDS[settings.sync_backend]),
-            worker_extension_cls="lora_rl.sync.receiver.WorkerExtension",
+            worker_extension_cls="lora_rl.rollout.worker.SamplingWorkerExtension",
             **options,
         )
+        if settings.platform == "cpu":
+            self.llm.collective_rpc("lora_rl_sample_by_inversion")
         self.weight_version = 0
         self._settings = settings
         self._asleep: set[str] = set()
