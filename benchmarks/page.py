@@ -49,7 +49,7 @@ SECTIONS = (
     Section(
         "vs_trl_smollm2",
         "Against TRL, on a language model",
-        "The same comparison on SmolLM2-135M and word problems, ten steps of 64 completions with about ten tokens "
+        "The same comparison on SmolLM2-135M and word problems, eight steps of 64 completions with about ten tokens "
         "behind 50 tokens of prompt: what a step takes, not what is learnt. See "
         "[the recipe](recipes.md#a-real-language-model-on-two-cpu-cores).",
         script="vs_trl",

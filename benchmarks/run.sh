@@ -22,8 +22,8 @@ measure() { # measure <script> <arguments...>: keeps what the benchmark prints, 
 measure vs_trl --seeds "${SEEDS:-0,1,2}" --out "$out/vs_trl" --figure docs/images/vs_trl.png
 if [[ -n ${SMOLLM2:-} ]]; then
   name=vs_trl_smollm2 measure vs_trl --config recipes/cpu/grpo-smollm2-135m-instruct-1n1c-megatron-lora.yaml \
-    --steps 10 --target 0.6 --out "$out/vs_trl_smollm2" policy.model_name="$SMOLLM2" \
-    policy.megatron_cfg.peft.adapter_path="${SMOLLM2_ADAPTER:?}" grpo.num_prompts_per_step=16 grpo.val_period=10 \
+    --steps 8 --target 0.6 --out "$out/vs_trl_smollm2" policy.model_name="$SMOLLM2" \
+    policy.megatron_cfg.peft.adapter_path="${SMOLLM2_ADAPTER:?}" grpo.num_prompts_per_step=16 grpo.val_period=8 \
     checkpointing.enabled=false
 fi
 measure trainer_vs_torch

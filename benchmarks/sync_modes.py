@@ -74,9 +74,9 @@ def measure(
 ) -> tuple[float, float, float]:
     """Medians over the pushes: tensors, bytes, seconds."""
     from lora_rl.config import derive_layout, load_config
-    from lora_rl.rollout.source import SyncRolloutSource
     from lora_rl.rollout.types import build_train_batch
     from lora_rl.track import Console
+    from lora_rl.train.grpo import rollout_source
     from lora_rl.train.job import load_data, start_job
 
     overrides = [
@@ -95,7 +95,7 @@ def measure(
     with (folder / "console").open("w") as stream:
         console = Console("plain", 1, stream=stream)
         with console, start_job(config, layout, console, folder, load_data(config)) as job:
-            rollouts = SyncRolloutSource(job.generator, job.prompts, config).next_step(1)
+            rollouts = rollout_source(job, config, console.warn, steps=1).next_step(1)
             batch = build_train_batch(rollouts, [1.0, -1.0] * (len(rollouts) // 2))
             records = []
             for _ in range(arguments.pushes):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ GROUP = 4
 
 
 def main() -> None:
+    """Print what `measure` finds; what Megatron prints goes to standard error."""
+    with redirect_stdout(sys.stderr):
+        lines = measure()
+    print("\n".join(lines))
+
+
+def measure() -> list[str]:
     """Parse arguments, build both, time them in turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="examples/configs/grpo_tiny_cpu.yaml")
@@ -82,16 +90,18 @@ def main() -> None:
             for name, way in ways.items():
                 times[name].append(seconds(way))
         medians = {name: statistics.median(values) for name, values in times.items()}
+        lines = []
         for name, median in medians.items():
-            print(f"{name:24s} {median * 1e3:8.1f} ms  {batch.num_tokens / median:10.0f} tokens/s")
+            lines.append(f"{name:24s} {median * 1e3:8.1f} ms  {batch.num_tokens / median:10.0f} tokens/s")
         one, many = (medians[PLAIN] / medians[name] for name in list(ways)[:2])
-        print(f"ratio (plain / Megatron) {one:8.2f}, with shared prompts {many:.2f}")
-        print(f"sequences {arguments.sequences} in groups of {GROUP}, threads {arguments.threads}")
+        lines.append(f"ratio (plain / Megatron) {one:8.2f}, with shared prompts {many:.2f}")
+        lines.append(f"sequences {arguments.sequences} in groups of {GROUP}, threads {arguments.threads}")
         if arguments.profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 ways["  with shared prompts"]()
-            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
+            lines.append(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
         torch.distributed.destroy_process_group()
+        return lines
 
 
 def addition_like_batch(sequences: int):
