@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/benchmarks.md"
+# What is not written by a program.
+PROFILES = ROOT / "benchmarks/profiles.md"
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,6 @@ SECTIONS = (
 )
 
 
-PROFILES = """## What profiles showed (two cores, December 2026)
-
-On the tiny task TRL is the faster one. A step has 512 completions of three or four tokens: vLLM schedules, samples and
-books each of these requests in Python, where Hugging Face's `generate` has one padded batch. Separate processes import
-their libraries twice. What was found and removed, each measured against the run before it:
-
-| waste | what it gave |
-| --- | --- |
-| one OpenMP thread per process, though trainer and engine take turns | a step takes 0.73 to 0.84 of its time |
-| large tensors given back to the system: 18,000 page faults per batch | a tenth of forward passes, 5 % of generation |
-| deep copies of sampling parameters in vLLM, one per request | 8 % of generation |
-| old logprobs of the first of four minibatches, which are the current ones | a quarter of that pass |
-
-What a step now consists of: 36 % generation, 53 % training (a fifth of that for old logprobs), 10 % weight sync."""
-
-
 def main() -> int:
     """Write the page from the outputs that are there; 1 if there is none."""
     folder = Path(sys.argv[1])
@@ -107,7 +93,7 @@ def main() -> int:
         return 1
     if missing := [s.name for s in SECTIONS if s not in there]:
         sys.stderr.write(f"left out, as there is no output: {', '.join(missing)}\n")
-    parts = [introduction(), *(section(s, folder) for s in there), PROFILES]
+    parts = [introduction(), *(section(s, folder) for s in there), PROFILES.read_text().strip()]
     PAGE.write_text("\n\n".join(parts) + "\n")
     sys.stdout.write(f"{PAGE.relative_to(ROOT)}\n")
     return 0
