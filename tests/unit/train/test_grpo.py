@@ -284,10 +284,12 @@ def test_the_loop_trains_pushes_validates_and_logs(short: RunConfig, models: dic
     assert loop.records[0]["model/parameters"] == 5
     assert [r["sync/version"] for r in loop.records[1:]] == [2, 3, 4]
     assert all(r["train/reward"] == 0.5 and r["train/loss"] == 0.25 for r in loop.records[1:])
-    # Six held-out prompts in batches of four, with the same seeds each time.
+    # Six held-out prompts in batches of four, with the same seeds each time, and nothing cached from before.
     validations = [asked for asked, _ in loop.engines.asked if len(asked) in (4, 2)]
     assert [len(asked) for asked in validations] == [4, 2] * 3
-    assert validations[0] == validations[2] == validations[4]
+    first, second, third = ([(r.prompt_ids, r.seed) for r in v] for v in validations[::2])
+    assert first == second == third
+    assert len({request.cache for asked, _ in loop.engines.asked for request in asked}) == len(loop.engines.asked)
     training = [request for asked, _ in loop.engines.asked if len(asked) == 16 for request in asked]
     assert len({request.seed for request in training}) == 48
 
