@@ -62,8 +62,7 @@ def sharing_sequences(shape: Shape, *, prompt: int, completion: int, group: int,
 
     That module is not used here because its package imports torch, which a dry run does without.
     """
-    used = {True: shape.active_experts, False: 1}
-    weights = sum(i * o * used[copies > 1] for i, o, copies in shape.linears.values())
+    weights = sum(i * o * (shape.active_experts if copies > 1 else 1) for i, o, copies in shape.linears.values())
     attention_tokens = weights / (4 * shape.q)
 
     def cost(size: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from lora_rl.lora.peft_io import PeftAdapter
     from lora_rl.policy.state import PolicyState
     from lora_rl.rollout.types import TrainBatch
-
-_UNKNOWN = object()
 
 
 def start_ranks(
@@ -76,7 +75,6 @@ class PolicyGroup:
         self.config, self.layout, self.workers = config, layout, list(workers)
         self._timeout = config.cluster.step_timeout_s
         self.moved = False
-        self._shared_prompts: Any = _UNKNOWN
 
     def train(
         self, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, old_logprobs: np.ndarray | None = None
@@ -243,7 +241,7 @@ class PolicyGroup:
         }
         rows: list[tuple[int, ...]] = [(index,) for index in range(len(batch))]
         positions = batch.lengths.tolist()
-        attention_tokens = self._attention_tokens()
+        attention_tokens = self._shared_prompts
         # A limit in sequences is about one row for each.
         if attention_tokens is not None and limits["max_sequences"] is None:
             prompts = batch.prompt_lengths.tolist()
@@ -271,14 +269,13 @@ class PolicyGroup:
             cuts.append([[local[k] for k in m] for m in pad_microbatches(split_microbatches(own, **limits), count)])
         return shards, cuts
 
-    def _attention_tokens(self) -> float | None:
-        """None: prompts are not shared."""
-        if self._shared_prompts is _UNKNOWN:
-            wanted = self.config.policy.share_prompts is not False
-            ask = [self.workers[0].call("attention_tokens")] if wanted else []
-            answers = wait(ask, timeout_s=self._timeout, doing="asking for the model's sizes")
-            self._shared_prompts = answers[0] if answers else None
-        return self._shared_prompts
+    @cached_property
+    def _shared_prompts(self) -> float | None:
+        """`attention_tokens` of `share_prompts`; None: prompts are not shared."""
+        if self.config.policy.share_prompts is False:
+            return None
+        ask = [self.workers[0].call("attention_tokens")]
+        return wait(ask, timeout_s=self._timeout, doing="asking for the model's sizes")[0]
 
     def _call_all(self, method: str, arguments: Any) -> list[Call]:
         calls = []
