@@ -16,6 +16,8 @@ from lora_rl.cluster import workers
 from lora_rl.cluster.local import ray_session
 from lora_rl.cluster.workers import Worker, WorkerError, wait
 
+ROOT = Path(__file__).parents[3]
+
 pytestmark = pytest.mark.e2e
 
 
@@ -133,9 +135,9 @@ with ray_session(address=None, num_cpus=1, num_gpus=0, log_file=Path("ray.log"))
 
 
 def test_workers_use_the_same_environment_under_uv_wherever_ray_was_imported(tmp_path: Path) -> None:
-    uv = ["uv", "run", "--no-sync", "--active", "--no-project", "python", "-c", UNDER_UV]
+    uv = ["uv", "run", "--directory", str(tmp_path), "--no-sync", "--active", "--no-project", "python", "-c", UNDER_UV]
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
-    done = subprocess.run(uv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(uv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert "environment of workers: {}\n" in done.stdout, done
 
 
