@@ -153,7 +153,7 @@ class Peak:
     def _watch(self) -> None:
         import psutil
 
-        while not self._ended.wait(1.0):
+        while not self._ended.wait(5.0):  # a look takes a tenth of a second of a core
             total = 0
             try:
                 root = psutil.Process(self._pid)
