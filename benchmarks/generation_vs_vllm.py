@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
+    # What it logs goes to standard output, into the figures.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
     from lora_rl.cluster.local import ray_session
     from lora_rl.cluster.workers import wait

@@ -77,7 +77,7 @@ SECTIONS = (
     Section(
         "model_size",
         "Larger models, longer completions",
-        "Random weights, 64 completions per step; for 135M see the comparison with TRL on SmolLM2 above. "
+        "Random weights, 64 completions per step. "
         "`token_mult_prob_error` is the mean of exp|trainer logprob - engine logprob|: 1 when both compute the same.",
         ("model_size.png", "tokens per second of generation and training over model size and over length"),
     ),
@@ -107,8 +107,10 @@ def introduction() -> str:
     )
     return (
         "# Benchmarks\n\n"
-        "Written by `benchmarks/run.sh`, which runs everything below, one after the other; run it on your machine. "
-        "What is\ncompared is always measured in the same run: absolute times say more about the machine.\n\n"
+        "Written by `benchmarks/run.sh`, which runs what has a script below, one after the other; for the language\n"
+        "model it needs two folders, see its head. What is compared is always measured in the same run: absolute\n"
+        "times say more about the machine. [Methods](methods.md), [SVD-LoRA](svd-lora.md), [jumps](next.md) and\n"
+        "[rounding](sync.md) have tables of their own.\n\n"
         f"{datetime.date.today().isoformat()}, {os.cpu_count()} cores ({processor()}), Python "
         f"{platform.python_version()},\n{versions}."
     )
@@ -129,7 +131,8 @@ def section(section: Section, folder: Path) -> str:
         figures = f"```\n{figures}\n```"
     parts = [
         f"## {section.title}",
-        textwrap.fill(section.text, 120),
+        # Targets of links stay whole.
+        textwrap.fill(section.text, 120, break_on_hyphens=False, break_long_words=False),
         figures,
         f"`benchmarks/{section.script or section.name}.py`",
     ]

@@ -7,7 +7,7 @@ Both sides start from the same model and get the same prompts, answers, batch, l
 from the resolved configuration; both validate as often, on the same held-out prompts. TRL generates with Hugging Face
 transformers (its vLLM mode needs a GPU), in an environment that `uv run` makes from the header of trl_grpo.py, with the
 number of threads of --trl-threads: give it what is fastest for it. Runs go one after the other; complete ones are not
-repeated. Memory is the largest proportional set size of all processes of a side, sampled once a second.
+repeated. Memory is the largest proportional set size of all processes of a side, sampled every five seconds.
 """
 
 from __future__ import annotations

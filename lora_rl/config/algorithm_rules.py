@@ -112,11 +112,12 @@ def batch_baseline_keeps_constant_groups(config: RunConfig) -> Iterator[Violatio
     """Against the mean of the step, a group of equal rewards has an advantage; a group of one is such a group."""
     grpo = config.grpo
     estimator = grpo.adv_estimator
-    if estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline and grpo.drop_zero_variance_groups:
-        problem = (
-            "with reinforce_plus_plus and no baseline, groups of equal rewards teach as much as others; set it to false"
-        )
-        yield Violation("grpo.drop_zero_variance_groups", problem, True)
+    if estimator.name != "reinforce_plus_plus" or estimator.minus_baseline:
+        return
+    for key in ("drop_zero_variance_groups", "use_dynamic_sampling"):
+        if getattr(grpo, key):
+            problem = "with reinforce_plus_plus and no baseline, groups of equal rewards teach as much as others"
+            yield Violation(f"grpo.{key}", f"{problem}; set it to false", True)
 
 
 def components_are_not_shaped(config: RunConfig) -> Iterator[Violation]:

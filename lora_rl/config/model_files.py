@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Source = Literal["folder", "cache", "description"]
+Part = Literal["weights", "tokenizer"]
 _DESCRIPTIONS = Path(__file__).parent / "architectures"
 # Whose queries, keys and values have biases whatever config.json says.
 _BIASED_QUERIES = ("qwen2",)
@@ -74,15 +75,50 @@ def find_config(model_name: str) -> tuple[Path, Source] | None:
     own = Path(model_name) / "config.json"
     if own.is_file():
         return own, "folder"
-    flat = model_name.replace("/", "--")
-    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    repository = Path(cache).expanduser() / f"models--{flat}"
-    if (ref := repository / "refs/main").is_file():
-        cached = repository / "snapshots" / ref.read_text(encoding="utf-8").strip() / "config.json"
-        if cached.is_file():
-            return cached, "cache"
-    description = _DESCRIPTIONS / f"{flat}.json"
+    if (snapshot := _cached(model_name)) and (snapshot / "config.json").is_file():
+        return snapshot / "config.json", "cache"
+    description = _DESCRIPTIONS / f"{_flat(model_name)}.json"
     return (description, "description") if description.is_file() else None
+
+
+def find_folder(model_name: str, part: Part = "weights") -> Path | None:
+    """The folder with files of a model: its own, or that of a hub id in the hub's cache.
+
+    Args:
+        part: what must be there; a cache may hold a part of a model.
+
+    Returns:
+        None for a hub id whose files are not all on this machine.
+    """
+    if Path(model_name).is_dir():
+        return Path(model_name)
+    snapshot = _cached(model_name)
+    return snapshot if snapshot and not missing_files(snapshot, part) else None
+
+
+def missing_files(folder: Path, part: Part) -> list[str]:
+    """Names of the files that a part of a model consists of and the folder has not."""
+    if part == "tokenizer":
+        needed = ["tokenizer.json", "tokenizer_config.json"]
+    else:
+        index = folder / "model.safetensors.index.json"
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+        needed = ["config.json", *(sorted(set(shards)) or ["model.safetensors"])]
+    return [name for name in needed if not (folder / name).is_file()]
+
+
+def _flat(model_name: str) -> str:
+    return model_name.replace("/", "--")
+
+
+def _cached(model_name: str) -> Path | None:
+    """Folder of a hub id's newest snapshot in the hub's cache; parts may be missing."""
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    repository = Path(cache).expanduser() / f"models--{_flat(model_name)}"
+    if not (ref := repository / "refs/main").is_file():
+        return None
+    snapshot = repository / "snapshots" / ref.read_text(encoding="utf-8").strip()
+    return snapshot if snapshot.is_dir() else None
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:

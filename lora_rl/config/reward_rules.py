@@ -132,7 +132,8 @@ def _verifiers(config: RunConfig) -> Iterator[tuple[str, VerifierConfig]]:
 
 def _find_module(name: str) -> tuple[Path | None, str]:
     """A module's source file, or what is wrong. Nothing is imported; None: it is there, without a source file."""
-    search: list[str] | None = [str(Path.cwd()), *sys.path]
+    # In the order of the import, see `lora_rl.rewards.function`.
+    search: list[str] | None = [*sys.path, str(Path.cwd())]
     spec = None
     parts = name.split(".")
     for place, part in enumerate(parts):

@@ -1,6 +1,7 @@
 """Prompt sources, tokenisation and the resumable data cursor. Imports neither torch nor transformers."""
 
 from lora_rl.data.addition import addition_pairs, addition_prompts
+from lora_rl.data.hub import model_folder
 from lora_rl.data.load import drop_too_long, load_prompts
 from lora_rl.data.source import Prompt, PromptSource
 from lora_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -14,4 +15,5 @@ __all__ = [
     "drop_too_long",
     "load_prompts",
     "load_tokenizer",
+    "model_folder",
 ]

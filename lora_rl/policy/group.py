@@ -82,12 +82,14 @@ class PolicyGroup:
         """One optimizer step per minibatch of rows of `batch`; metrics over all of them.
 
         The old logprobs of the first minibatch are the current ones, and one forward pass does everything. Those of the
-        others are computed before the first update, and so are reference logprobs when the KL needs them.
+        others are computed before the first update, and so are reference logprobs when the KL needs them. With dropout
+        the pass that trains is not the policy that sampled, and all old logprobs come from a pass without it.
 
         Args:
             old_logprobs: float32 [B, T] of the policy as it is now, where they are known already.
         """
-        later = [row for rows in minibatches[1:] for row in rows]
+        first = 0 if self.config.policy.megatron_cfg.peft.dropout else 1
+        later = [row for rows in minibatches[first:] for row in rows]
         if later and old_logprobs is None:
             values = self.logprobs(batch.minibatch(later))
             old_logprobs = np.zeros(batch.token_ids.shape, dtype=np.float32)
@@ -96,7 +98,7 @@ class PolicyGroup:
         parts: list[dict[str, MetricSum]] = []
         norms, rates, tokens, sequences, microbatches = [], [], 0, 0, 0
         for number, rows in enumerate(minibatches):
-            old = old_logprobs if number > 0 else None
+            old = old_logprobs if number >= first else None
             step = batch.minibatch(rows)
             shards, cuts = self._cut(step)
             calls = self._call_all(

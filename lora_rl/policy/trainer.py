@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -171,8 +172,9 @@ class PolicyRank:
         self.scheduler.step(increment=1)
         rate = self.learning_rate
         updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            raise RuntimeError("Megatron's optimizer refused the step: the gradient norm is not finite")
+        # Without loss scaling Megatron's optimizer looks at no gradient, and would go on with weights that are NaN.
+        if not updated or not math.isfinite(grad_norm or 0.0):
+            raise RuntimeError(f"the gradient norm is {float(grad_norm or 0.0)}: the update is not usable")
         metrics = as_floats(merge([r["metrics"] for r in results])) if self.reports_metrics else {}
         return StepResult(metrics, float(grad_norm or 0.0), rate, updated=True)
 
@@ -226,7 +228,7 @@ class PolicyRank:
         reference: bool = False,
         temperature: float | None = None,
     ) -> np.ndarray | None:
-        """Logprobs of the completion tokens, without gradients.
+        """Logprobs of the completion tokens, without gradients and without dropout.
 
         Args:
             reference: under the reference policy, see `freeze_reference`.
@@ -239,7 +241,7 @@ class PolicyRank:
         def collect(microbatch: Microbatch, logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, Any]:
             return {"rows": microbatch.sequences, "logprobs": self._logprobs(microbatch, logits, temperature)[0]}
 
-        with self._as_reference() if reference else nullcontext(), torch.no_grad():
+        with self._as_reference() if reference else nullcontext(), self._without_dropout(), torch.no_grad():
             results = self._run(shard, microbatches, collect, forward_only=True)
         if not self.is_last_stage:
             return None
@@ -267,6 +269,18 @@ class PolicyRank:
             self._reference = [(p, p.detach().clone()) for a in adapters for p in a.parameters()]
         else:
             self._reference = None
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        # Adapters have the only dropout there is.
+        modules = [a.dropout for a in adapter_modules(self.model.module).values() if a.dropout.training]
+        for module in modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.train()
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ PARAMETERS = ("completion", "answer", "prompt", "truncated", "metadata")
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Import `package.module:name` or `file.py:name`; the name may be dotted. The current directory is searched first.
+    """Import `package.module:name` or `file.py:name`; the name may be dotted. The current directory is searched last.
 
     Raises:
         RewardError: the import fails, there is no such name, or it cannot be called. The message has the traceback's

@@ -160,6 +160,7 @@ class AsyncRolloutSource:
                 self._check()
                 self._changed.wait(0.5)
             given_up = [*(flight.group for flight in flights), *(ready.group for ready in self._buffer.values())]
+            self._filter.forget(len(self._buffer))
             self._buffer.clear()
             self._queue.put_back(given_up)
             self._counts["dropped"] += len(given_up)
@@ -283,6 +284,7 @@ class AsyncRolloutSource:
                 ready.oldest = min(c.weight_version for c in completions)
             if version - ready.oldest > self._max_age:
                 del self._buffer[number]
+                self._filter.forget(1)
                 self._again(ready.group)
 
     def _give_up(self, numbers: list[int]) -> None:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from lora_rl.cluster.memory import held_memory, keep_freed_memory
 from lora_rl.cluster.threads import set_threads
+from lora_rl.config.model_files import find_folder
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
@@ -71,30 +71,34 @@ class EngineSettings:
 _STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 
 
+def set_environment(settings: EngineSettings) -> None:
+    """Set the environment variables that vLLM and OpenMP read at import. Call before anything imports either."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # One process instead of two: no second import of vLLM, no message passing per token, and what workers report
+    # arrives as it is.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if settings.platform == "cpu":
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+        # Two processes share the cores: pinning threads to cores would put both on the same ones.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        set_threads(settings.num_threads)
+        keep_freed_memory()
+        if settings.enforce_eager:
+            # Small helpers of the sampler are compiled whatever `enforce_eager` says: seconds of C++ compiler.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    if find_folder(settings.model) is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 class Engine:
     """A vLLM `LLM` in this process."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Import vLLM and load the model.
 
-        Environment variables that vLLM reads at import are set here, so construct at most one per process and before
-        anything imports vLLM.
+        It sets the environment of the process, so construct at most one per process and before anything imports vLLM.
         """
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # One process instead of two: no second import of vLLM, no message passing per token, and what workers report
-        # arrives as it is.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if settings.platform == "cpu":
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
-            # Two processes share the cores: pinning threads to cores would put both on the same ones.
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            set_threads(settings.num_threads)
-            keep_freed_memory()
-            if settings.enforce_eager:
-                # Small helpers of the sampler are compiled whatever `enforce_eager` says: seconds of C++ compiler.
-                os.environ["TORCH_COMPILE_DISABLE"] = "1"
-        if Path(settings.model).is_dir():
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        set_environment(settings)
         import torch
 
         if settings.platform == "cpu":
@@ -124,8 +128,9 @@ class Engine:
         # Left to itself, vLLM would use Ray inside a placement group, one bundle per GPU.
         options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         self.llm = LLM(
-            model=settings.model,
-            tokenizer=settings.tokenizer,
+            # Of a hub id, the files that the driver found or fetched; on another node they may have to be fetched.
+            model=str(find_folder(settings.model) or settings.model),
+            tokenizer=str(find_folder(settings.tokenizer, "tokenizer") or settings.tokenizer),
             dtype=settings.dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             max_model_len=settings.max_model_len,
@@ -176,8 +181,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are running."""
-        return bool(self._running)
+        """Whether requests are running, or have ended without `step` having said so."""
+        return bool(self._running or self._ended)
 
     def add(self, name: str, request: GenerationRequest, sampling: SamplingSettings) -> None:
         """Start a request; `step` drives it.
@@ -234,7 +239,8 @@ class Engine:
 
     def step(self) -> list[tuple[str, Completion]]:
         """One token for each request that fits; names and completions of those that ended since the last call."""
-        self._advance()
+        if self._running:
+            self._advance()
         ended, self._ended = self._ended, []
         return ended
 
@@ -257,6 +263,8 @@ class Engine:
 
     def abort(self, names: Iterable[str]) -> None:
         """End requests without an answer; unknown names are ignored."""
+        names = set(names)
+        self._ended = [(name, completion) for name, completion in self._ended if name not in names]
         found = [self._running.pop(name) for name in names if name in self._running]
         self.llm.llm_engine.abort_request([running.vllm_name for running in found])
         for running in found:
@@ -370,7 +378,7 @@ class Engine:
             raise SyncError("vLLM refused to reset its prefix cache; requests were still running")
 
     def _refuse_while_running(self) -> None:
-        if self.busy and self._adapters is None and not self._settings.in_flight_updates:
+        if self._running and self._adapters is None and not self._settings.in_flight_updates:
             raise SyncError(
                 f"{len(self._running)} requests are running, and their weights may not change: set "
                 "grpo.async_grpo.in_flight_weight_updates, or wait for them"

@@ -362,6 +362,9 @@ class EnginePool:
     def _look_after(self, seat: Seat) -> None:
         """Bring a new engine on, and find one that hangs."""
         worker, limits = seat.worker, self._supervision
+        if seat.state is SeatState.CATCHING_UP and not self._has_come(seat.payload):
+            # The trainer gives it between two of its steps, however long they are.
+            seat.since = time.monotonic()
         waited = time.monotonic() - seat.since
         if seat.state is SeatState.STARTING and not seat.pending:
             self._catch_up(seat)
@@ -381,6 +384,12 @@ class EnginePool:
             elif beat is not None and beat.activity == GENERATING and beat.since_s > limits.heartbeat_s:
                 self._lose(seat, worker, f"{worker.name} has been in one step for {beat.since_s:.0f} s")
 
+    @staticmethod
+    def _has_come(ref: Any) -> bool:
+        import ray
+
+        return bool(ray.wait([ref], timeout=0)[0])
+
     def _catch_up(self, seat: Seat) -> None:
         """Let a new engine load the current weights, unless a push is under way just now."""
         if not self._push_lock.acquire(blocking=False):
@@ -390,8 +399,8 @@ class EnginePool:
         # The name of the trainer's buffer is gone; the bytes come through Ray's object store.
         seat.relayed = True
         assert self._payload is not None and manifest is not None
-        opened = worker.call("open_relay", self._transfer)
-        seat.pending = [opened.ref, worker.call("load_push", manifest.to_dict(), self._payload()).ref]
+        opened, seat.payload = worker.call("open_relay", self._transfer), self._payload()
+        seat.pending = [opened.ref, worker.call("load_push", manifest.to_dict(), seat.payload).ref]
 
     def _lose(self, seat: Seat, worker: Worker, reason: str) -> None:
         """A process is gone or of no use: give its jobs to others, and start a new one."""

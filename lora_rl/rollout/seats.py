@@ -57,6 +57,7 @@ class Seat:
         failures: lost processes in a row, without a finished job in between.
         collecting: answer that brings its next results, and since when it has been asked for.
         pending: answers that end the present state, when starting or catching up.
+        payload: when catching up, the answer that brings the weights.
         ping: then a question whether the process is alive, and when it was asked; and whether one was ever answered.
         heartbeat: the last one.
     """
@@ -68,6 +69,7 @@ class Seat:
     failures: int = 0
     collecting: Any = None
     pending: list[Any] = field(default_factory=list)
+    payload: Any = None
     ping: Any = None
     pinged: float = 0.0
     is_up: bool = False

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lora_rl.rewards import Scorer, ScoreRequest
 from lora_rl.rollout.queue import PromptQueue
 from lora_rl.rollout.seats import JobRefused
-from lora_rl.rollout.types import Completion, GenerationRequest, PromptGroup, Rollout, SamplingSettings, StopReason
+from lora_rl.rollout.types import (
+    Completion,
+    GenerationRequest,
+    PromptGroup,
+    Rollout,
+    SamplingSettings,
+    StopReason,
+    reward_parts,
+)
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import names
 
@@ -172,9 +180,7 @@ def is_informative(rollouts: Sequence[Rollout], *, by_component: bool = False) -
 
     from lora_rl.algorithm import zero_variance_samples
 
-    parts = [[r.reward for r in rollouts]]
-    if by_component:
-        parts = [[r.reward_components[name] for r in rollouts] for name in rollouts[0].reward_components]
+    parts = list(reward_parts(rollouts).values()) if by_component else [[r.reward for r in rollouts]]
     one_group = torch.zeros(len(rollouts), dtype=torch.int64)
     return not all(
         zero_variance_samples(torch.tensor(values, dtype=torch.float32), one_group).all() for values in parts
@@ -215,6 +221,10 @@ class DynamicSampling:
                 "easy or too hard for this model. Use other prompts, more completions per prompt, or raise the bound"
             )
         return False
+
+    def forget(self, count: int) -> None:
+        """As many groups that were kept are given up; others take their place, and are counted instead."""
+        self.kept, self.generated = max(self.kept - count, 0), max(self.generated - count, 0)
 
     def start_step(self) -> dict[str, float]:
         """Count anew; what was counted for the last step."""

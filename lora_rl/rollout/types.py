@@ -266,3 +266,29 @@ def build_train_batch(rollouts: Sequence[Rollout], advantages: Sequence[float]) 
         global_tokens=int((lengths - prompt_lengths).sum()),
         global_sequences=len(rollouts),
     )
+
+
+def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """The components of the rewards, one value per rollout, by name.
+
+    A verifier that gave no verdict on a completion (it was cut off, the time was over) reports no parts: all of its
+    parts are 0 there, as its value is.
+
+    Raises:
+        ValueError: a verifier reports a part for one completion and, though it reports others, not for another.
+    """
+    names = sorted({name for r in rollouts for name in r.reward_components})
+    parts: dict[str, list[float]] = {name: [] for name in names}
+    for r in rollouts:
+        for name in names:
+            label, _, part = name.partition("/")
+            value = r.reward_components.get(name)
+            if value is None and part and not any(other.startswith(f"{label}/") for other in r.reward_components):
+                value = 0.0
+            if value is None:
+                raise ValueError(
+                    f"rollout {r.sample_index} of group {r.group_id} has no reward component {name!r}, which others "
+                    "have; a verifier must give every component, 0.0 where it does not apply"
+                )
+            parts[name].append(value)
+    return parts

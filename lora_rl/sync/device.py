@@ -27,7 +27,7 @@ class MergedSource(WeightSource):
         self, base: BaseWeights, adapters: Adapters, *, dtype: torch.dtype, rounding: Rounding, seed: int
     ) -> None:
         self._base, self._adapters = base, adapters
-        self._dtype, self._rounding, self._seed = dtype, rounding, seed
+        self._dtype, self.rounding, self.seed = dtype, rounding, seed
         self._metadata: list[ParamMeta] | None = None
         self.version = 0
         self.entries: list[TensorEntry] = []
@@ -47,8 +47,8 @@ class MergedSource(WeightSource):
             self.parts,
             version=self.version,
             dtype=self._dtype,
-            rounding=self._rounding,
-            seed=self._seed,
+            rounding=self.rounding,
+            seed=self.seed,
         )
         for name, tensor in tensors:
             self.entries.append(entry_of(name, tensor))
@@ -123,7 +123,7 @@ class DeviceSender:
             return None
         # Entries that share offset 0 would count as one; number them.
         entries = tuple(replace(entry, offset=index) for index, entry in enumerate(self.source.entries))
-        manifest = Manifest(version, entries)
+        manifest = Manifest(version, entries, rounding=self.source.rounding, seed=self.source.seed)
         check_changed(manifest, self._last, must_differ=must_differ)
         self._last = manifest
         return Push(manifest, sum(self.source.parts, Fidelity.zero()), manifest.nbytes)

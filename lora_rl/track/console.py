@@ -54,7 +54,7 @@ class Console:
         timer: asked for the phase that is running now.
         paths: what the summary points to, by label; a path that does not exist by then is left out.
         stream: standard output unless given.
-        sample_every: steps between two tables of samples.
+        sample_every: steps between two tables of samples; 0: none is shown.
         sample_count: samples per table.
 
     Raises:
@@ -194,6 +194,8 @@ class Console:
         return is_last or self._clock() - self._last_line >= self._plain_interval_s
 
     def _samples_due(self, record: Mapping) -> bool:
+        if not self._sample_every:
+            return False
         last = self._last_sample_step
         due = last is None or record["step"] >= last + self._sample_every
         if due:

@@ -98,10 +98,12 @@ def evaluate(
 
 
 def _merging(config: RunConfig) -> RunConfig:
-    """The same with engines that merge an adapter themselves, whatever mode the run syncs in."""
+    """The same with engines that load the model's weights and merge an adapter themselves, whatever mode the run syncs
+    in and whatever it loads."""
     generation = config.policy.generation
     sync = generation.weight_sync.model_copy(update={"mode": "adapter_merge"})
-    generation = generation.model_copy(update={"weight_sync": sync})
+    vllm = generation.vllm_cfg.model_copy(update={"load_format": "auto"})
+    generation = generation.model_copy(update={"weight_sync": sync, "vllm_cfg": vllm})
     return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lora_rl.cluster.nodes import is_alive
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
-from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
+from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer, model_folder
 from lora_rl.rewards import Scorer
 from lora_rl.rollout.queue import PromptQueue
 from lora_rl.train.resources import reserve
@@ -86,12 +86,14 @@ def load_data(config: RunConfig, warn: Callable[[str], None] = lambda _: None) -
         warn: told what was left out, and what else is unusual about the data.
 
     Raises:
-        FileNotFoundError: a file of the tokenizer or of the data is missing.
+        FileNotFoundError: a file of the model, the tokenizer or the data is missing.
         ValueError: see `lora_rl.data.load_prompts`; no prompt leaves room; nothing to validate on; too few
             prompts to set some aside for the gate.
     """
     grpo, new = config.grpo, config.policy.generation.max_new_tokens
-    tokenizer = load_tokenizer(config.policy.tokenizer_name, config.policy.tokenizer.chat_template)
+    model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
+    folder = model_folder(config.policy.tokenizer_name, "tokenizer")
+    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template)
     train, held_out = load_prompts(config.data, tokenizer, warn)
     longest = min(config.policy.max_total_sequence_length, config.engine_max_model_len)
     what = f"policy.max_total_sequence_length {longest} - policy.generation.max_new_tokens {new}"
@@ -109,6 +111,14 @@ def load_data(config: RunConfig, warn: Callable[[str], None] = lambda _: None) -
             "every step sees some of them more than once"
         )
     return Data(tokenizer, PromptSource(train, seed=config.data_seed, shuffle=config.data.shuffle), held_out, gate)
+
+
+def probes_of(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: RunConfig) -> list[tuple[int, ...]]:
+    """Prompts with their answers behind them, as far as both the trainer and an engine, which has to sample a token
+    behind each, can take them."""
+    longest = min(config.policy.max_total_sequence_length, config.engine_max_model_len) - 1
+    whole = [p.token_ids + tokenizer.encode(p.answer, add_special_tokens=False) for p in prompts]
+    return [tokens[:longest] for tokens in whole]
 
 
 def set_aside(prompts: Sequence[Prompt], config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -231,8 +241,7 @@ def start_job(
                 policy.open_stream(sync_backend(config, layout), engine_workers)
             task.update("first push")
             facts = weights.push(after_update=False)
-            known = (held_out or prompts.prompts)[:_PARITY_PROBES]
-            probes = [p.token_ids + tokenizer.encode(p.answer, add_special_tokens=False) for p in known]
+            probes = probes_of((held_out or prompts.prompts)[:_PARITY_PROBES], tokenizer, config)
             tolerance = parity_tolerance(config)
             if tolerance is not None:
                 task.update("comparing logprobs of trainer and engine")

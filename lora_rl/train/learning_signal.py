@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lora_rl.rollout.types import Rollout, StopReason, build_train_batch
+from lora_rl.rollout.types import Rollout, StopReason, build_train_batch, reward_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,17 +131,10 @@ def zero_variance(rollouts: Sequence[Rollout], rewards: Tensor, ids: Tensor, con
 
 
 def components_of(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """name -> [B] fp32. Raises ValueError when a rollout lacks a component that another has."""
+    """name -> [B] fp32; see `reward_parts`."""
     import torch
 
-    names = sorted({name for r in rollouts for name in r.reward_components})
-    for r in rollouts:
-        if missing := [name for name in names if name not in r.reward_components]:
-            raise ValueError(
-                f"rollout {r.sample_index} of group {r.group_id} has no reward component {missing[0]!r}, which others "
-                "have; a verifier must give every component, 0.0 where it does not apply"
-            )
-    return {n: torch.tensor([r.reward_components[n] for r in rollouts], dtype=torch.float32) for n in names}
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in reward_parts(rollouts).items()}
 
 
 def advantages_of(

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from lora_rl.data import model_folder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointError, CheckpointStore, differences, file_hashes
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def identity(config: RunConfig, prompts: PromptSource, job: str = "grpo") -> dic
     cursor, peft = prompts.state_dict(), config.policy.megatron_cfg.peft
     return {
         "job": job,
-        "base_model": file_hashes(Path(config.policy.model_name)),
+        "base_model": file_hashes(model_folder(config.policy.model_name)),
         "adapter": _adapter_settings(peft),
         "start_adapter": {} if peft.adapter_path is None else file_hashes(Path(peft.adapter_path)),
         "optimizer": config.policy.megatron_cfg.optimizer.optimizer,

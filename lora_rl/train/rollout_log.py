@@ -1,4 +1,4 @@
-"""rollouts.jsonl: every completion that was trained on, one line each."""
+"""rollouts.jsonl: every completion of each training step, one line each."""
 
 from __future__ import annotations
 

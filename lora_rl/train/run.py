@@ -42,7 +42,7 @@ def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo"
     """Run a job in its run folder.
 
     Returns:
-        The process's exit code: 0 when every step was done, 130 after Ctrl-C or SIGTERM, 1 after a failure. In each
+        The process's exit code: 0 when it ended as configured, 130 after Ctrl-C or SIGTERM, 1 after a failure. In each
         case the terminal says where the results are, and metrics.jsonl holds every finished step.
     """
     try:
@@ -91,7 +91,7 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
         config.grpo.max_num_steps,
         timer=timer,
         paths=paths,
-        sample_every=config.logger.sample_table_period or sys.maxsize,
+        sample_every=config.logger.sample_table_period,
         sample_count=config.logger.num_val_samples_to_print,
     )
     store = open_store(config, run_dir, console.warn) if config.checkpointing.enabled else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer
+from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer, model_folder
 from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
@@ -48,7 +48,7 @@ def load_examples(config: RunConfig, warn: Callable[[str], None] = lambda _: Non
         warn: told what was left out: repeated rows, and examples longer than policy.max_total_sequence_length.
 
     Raises:
-        FileNotFoundError: a file of the tokenizer or of the data is missing.
+        FileNotFoundError: a file of the model, the tokenizer or the data is missing.
         ValueError: see `lora_rl.data.load_prompts`; an example without an answer; none that fits.
     """
     sft, data = config.sft, config.data
@@ -59,7 +59,9 @@ def load_examples(config: RunConfig, warn: Callable[[str], None] = lambda _: Non
     if sft.train_path is not None:
         source |= {"task": None, "train_path": sft.train_path, "val_path": sft.val_path}
     data = data.model_copy(update=source)
-    tokenizer = load_tokenizer(config.policy.tokenizer_name, config.policy.tokenizer.chat_template)
+    model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
+    folder = model_folder(config.policy.tokenizer_name, "tokenizer")
+    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template)
     train, held_out = load_prompts(data, tokenizer, warn)
     for prompt in (*train, *held_out):
         if not prompt.answer:

@@ -95,6 +95,8 @@ class WeightSync:
         """The digest of a push, with what it depends on besides the weights."""
         types = sorted({entry.dtype for entry in manifest.entries})
         mode = manifest.mode + ("+sigma" if any(e.name.endswith(LORA_SIGMA) for e in manifest.entries) else "")
+        # From device to device checksums are of another kind.
+        mode += " streamed" if self._streamed else ""
         return f"{mode} {manifest.rounding} {','.join(types)} {manifest.digest}"
 
     def _check_expected(self) -> None:

@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning, GRPO from its adapter with a KL penalty to it, evaluation of both.
+# Supervised fine-tuning, GRPO from its adapter with a KL penalty to it, evaluation of both. The model is named by an id
+# of the hub, whose files are in the hub's cache.
 source "$(dirname "$0")/steps.sh"
+
+export HF_HOME=$work/hub HF_HUB_OFFLINE=1
+uv run python -m tests.support.hub examples/models/tiny-adder lora-rl/tiny-adder "$HF_HOME"
+common+=(policy.model_name=lora-rl/tiny-adder)
 
 step sft uv run examples/run_sft.py --config examples/configs/sft_tiny_cpu.yaml sft.max_num_steps=30 sft.val_period=30 \
   checkpointing.enabled=true "logger.log_dir=$work/sft" "${common[@]}"
@@ -37,7 +42,12 @@ checks = [
     (f"evaluation of the checkpoint {accuracy['grpo']:.3f} is its validation {validated[-1]:.3f}",
      abs(accuracy["grpo"] - validated[-1]) <= 0.02),
 ]
+named = json.loads((work / "grpo" / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+checks.append((f"the adapter's base is {named}", named == "lora-rl/tiny-adder"))
 for text, passed in checks:
     print(f"{'PASS' if passed else 'FAIL'}   {text}")
 sys.exit(not all(passed for _, passed in checks))
 PYTHON
+
+step export uv run examples/export_adapter.py --adapter "$work/grpo/adapter" --out "$work/merged"
+[[ -s $work/merged/model.safetensors ]] && echo "PASS   the adapter is merged into the files of the hub's cache"

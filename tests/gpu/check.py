@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from lora_rl.config.layout import count_gpus
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/configs/grpo_tiny_cpu.yaml"
 VERSIONS_LIMIT_S, RANK_LIMIT_S, JOB_LIMIT_S, METRICS_LIMIT_S = 60, 120, 100, 10
+# What is over its limit has this long to end the processes it started.
+GRACE_S = 5
 SHORT = (
     "grpo.num_prompts_per_step=32", "policy.train_global_batch_size=64", "grpo.max_num_steps=4", "grpo.val_period=0",
     "grpo.max_val_samples=64", "logger.console=plain", "logger.tensorboard_enabled=false",
@@ -54,7 +57,7 @@ class Check:
     name: str
     gpus: int
     run: Callable[[str, Path], str]
-    limit_s: float = JOB_LIMIT_S + METRICS_LIMIT_S
+    limit_s: float = JOB_LIMIT_S + METRICS_LIMIT_S + GRACE_S
     alone: bool = True
     only: str | None = None
 
@@ -70,7 +73,7 @@ def one_rank(text: str, name: str, only: str | None = None) -> Check:
         command = [sys.executable, "-m", "tests.gpu.trainer", platform, name, str(folder)]
         return _output(command, RANK_LIMIT_S).splitlines()[-1]
 
-    return Check(text, 1, run, RANK_LIMIT_S, alone=False, only=only)
+    return Check(text, 1, run, RANK_LIMIT_S + GRACE_S, alone=False, only=only)
 
 
 def job(*overrides: str, checks: Sequence[str]) -> Callable[[str, Path], str]:
@@ -105,7 +108,7 @@ def versions(platform: str, folder: Path) -> str:
 
 
 CHECKS = (
-    Check("what is installed", 0, versions, VERSIONS_LIMIT_S),
+    Check("what is installed", 0, versions, VERSIONS_LIMIT_S + GRACE_S),
     one_rank("float32 logprobs and gradients of adapters equal plain PyTorch", "parity"),
     one_rank("Transformer Engine builds the layers", "transformer_engine", only="cuda"),
     one_rank("bfloat16 base under float32 adapters: types, gradients, a step", "bfloat16"),
@@ -188,17 +191,27 @@ def _verdict(check: Check, platform: str, gpus: int, failures: list[tuple[str, s
 
 def _output(command: Sequence[str], limit_s: float, **environment: str) -> str:
     """What a command prints. Raises Failed with the end of it when it does not succeed within the time."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=limit_s,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        raise Failed(f"not done after {limit_s:.0f} s\n{said[-3000:].decode(errors='replace')}") from None
-    if done.returncode:
-        raise Failed(f"exit status {done.returncode}\n{done.stdout[-3000:]}")
-    return done.stdout
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        # A job ends what it started; what does not is killed, with all that is still in its session.
+        process.terminate()
+        try:
+            said, _ = process.communicate(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+        raise Failed(f"not done after {limit_s:.0f} s\n{said[-3000:]}") from None
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if process.returncode:
+        raise Failed(f"exit status {process.returncode}\n{said[-3000:]}")
+    return said
 
 
 if __name__ == "__main__":

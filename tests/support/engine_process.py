@@ -1,23 +1,39 @@
 """A real vLLM engine in a process of its own, driven over a pipe.
 
-vLLM is imported in the child only: it takes ten seconds, and an in-process engine crashes the interpreter at exit.
+vLLM is imported in children only: an in-process engine crashes the interpreter at exit. It takes most of an engine's
+start, so that it is done once: engines are forks of a template process that has imported it.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
+import time
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
-from lora_rl.rollout.engine import EngineSettings
+from lora_rl.rollout.engine import EngineSettings, set_environment
 from lora_rl.sync.errors import SyncError
 
 START_SECONDS, CALL_SECONDS = 300, 120
 ERRORS = {"SyncError": SyncError, "ValueError": ValueError}
+_templates: dict[tuple[Any, ...], Template] = {}
+# Much of vLLM is imported as the first engine is built.
+IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.qwen3",
+    "vllm.lora.worker_manager",
+    "lora_rl.rollout.worker",
+    "lora_rl.sync.receiver",
+)
 
 
 class EngineFailed(AssertionError):
@@ -29,13 +45,11 @@ class EngineProcess:
     fork of it and throws the fork away."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        # With several workers the engine has children of its own, which a daemonic process may not have.
-        single = settings.tensor_parallel_size == 1
-        self._process = context.Process(target=_serve, args=(settings, theirs), daemon=single)
-        self._process.start()
-        theirs.close()
+        # What `set_environment` makes of the settings is read by the import.
+        key = (settings.platform, settings.kv_cache_gib, settings.num_threads, settings.enforce_eager)
+        if key not in _templates:
+            _templates[key] = Template(settings)
+        self._pipe, self._pid = _templates[key].fork(settings)
         self._started = False
 
     def call(self, method: str, *args: Any) -> Any:
@@ -50,10 +64,11 @@ class EngineProcess:
     def close(self) -> None:
         """End the process."""
         self._pipe.close()
-        self._process.join(timeout=10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        deadline = time.monotonic() + 10
+        while _runs(self._pid):
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.02)
 
     def _ask(self, how: str, calls: Any) -> list[Any]:
         if not self._started:
@@ -72,6 +87,56 @@ class EngineProcess:
         if kind == "ok":
             return value
         raise ERRORS[kind](value) if kind in ERRORS else EngineFailed(trace)
+
+
+class Template:
+    """A process that has imported vLLM for engines like this one, and forks them."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # Not daemonic: engines may have children of their own.
+        self._process = context.Process(target=_be_template, args=(settings, theirs))
+        self._process.start()
+        theirs.close()
+        atexit.register(self._pipe.close)
+
+    def fork(self, settings: EngineSettings) -> tuple[Connection, int]:
+        """A new engine's pipe and process id."""
+        ours, theirs = get_context("spawn").Pipe()
+        self._pipe.send((settings, theirs))
+        if not self._pipe.poll(START_SECONDS):
+            raise EngineFailed(f"no answer from the template process within {START_SECONDS} s")
+        pid = self._pipe.recv()
+        theirs.close()
+        return ours, pid
+
+
+def _be_template(settings: EngineSettings, pipe: Connection) -> None:
+    # The end of an engine is nobody's business; its own children are its own.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    set_environment(settings)
+    for module in IMPORTS:
+        import_module(module)
+    while True:
+        try:
+            asked, theirs = pipe.recv()
+        except EOFError:
+            return
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            pipe.close()
+            _serve(asked, theirs)
+        theirs.close()
+        pipe.send(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _serve(settings: EngineSettings, pipe: Connection) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+import time
 from pathlib import Path
 
-from tests.gpu.check import CHECKS, groups, longest_s
+import pytest
+
+from tests.gpu import check as gpu_check
+from tests.gpu.check import CHECKS, Failed, groups, longest_s
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10}
@@ -23,3 +30,40 @@ def test_the_limits_on_one_gpu_add_up_to_less_than_is_promised() -> None:
         )
         assert promised, page
         assert longest_s(on_one_gpu) < 60 * min(NUMBERS[word] for word in promised)
+
+
+# A process that starts another one; both sleep, and the first may be deaf to the request to end.
+SLEEPERS = """
+import os, signal, subprocess, sys, time
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+if sys.argv[1] != "deaf":
+    signal.signal(signal.SIGTERM, lambda *_: (child.kill(), child.wait(), print("ended it", flush=True), sys.exit(1)))
+print(os.getpid(), child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("manner", ["polite", "deaf"])
+def test_what_is_over_its_limit_leaves_no_process(monkeypatch: pytest.MonkeyPatch, manner: str) -> None:
+    monkeypatch.setattr(gpu_check, "GRACE_S", 1)
+    with pytest.raises(Failed, match="not done after 2 s") as failure:
+        gpu_check._output([sys.executable, "-c", SLEEPERS, manner], 2)
+    said = str(failure.value).splitlines()
+    assert ("ended it" in said) == (manner == "polite")
+    pids = [int(pid) for pid in said[1].split()]
+    end = time.monotonic() + 5
+    while any(map(runs, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in pids if runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 2 and not left
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -51,9 +51,9 @@ class LoggerConfig(Section):
     log_val_samples: bool = Field(
         True, description="Write every completion of a validation to val_samples.jsonl, which report.html shows."
     )
-    num_val_samples_to_print: NonNegativeInt = Field(4, description="Completions shown after each validation.")
+    num_val_samples_to_print: NonNegativeInt = Field(4, description="Completions in a table on the terminal.")
     sample_table_period: NonNegativeInt = Field(
-        10, description="Steps between tables of training completions; 0: never."
+        10, description="Steps between tables of completions, those of a validation if there was one; 0: never."
     )
     console: Literal["auto", "plain", "quiet"] = Field(
         "auto", description="Console output; auto: a live display on a terminal, plain lines elsewhere."

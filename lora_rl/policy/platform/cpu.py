@@ -1,4 +1,4 @@
-"""CPU platform: the one place that patches anything, so that Megatron-Core and Megatron-Bridge run without CUDA.
+"""CPU platform: the one place that patches Megatron, so that Megatron-Core and Megatron-Bridge run without CUDA.
 
 Both packages are written for GPUs: they name the device `"cuda"` in literals, keep a CUDA random-number tracker and
 assert CUDA tensor types. None of that is essential to their maths. Each function below removes one such assumption

@@ -460,6 +460,17 @@ CASES = [
         "false",
     ),
     (
+        [
+            PLUS_PLUS,
+            "grpo.adv_estimator.minus_baseline=false",
+            "grpo.drop_zero_variance_groups=false",
+            "grpo.use_dynamic_sampling=true",
+        ],
+        "grpo.use_dynamic_sampling",
+        "groups of equal rewards teach as much",
+        "false",
+    ),
+    (
         [PLUS_PLUS, "grpo.adv_estimator.minus_baseline=false", "grpo.drop_zero_variance_groups=true"],
         "grpo.drop_zero_variance_groups",
         "groups of equal rewards teach as much",

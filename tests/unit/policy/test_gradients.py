@@ -150,3 +150,44 @@ def test_every_policy_loss_is_the_same_however_the_batch_is_cut(models: dict[str
     # They are four different losses.
     first = next(iter(alone["sapo"][0]))
     assert len({alone[name][0][first][1].tobytes() for name in alone}) == len(POLICY_LOSSES)
+
+
+def train_on_spoiled(config: RunConfig, spoiled: float) -> str:
+    batch = make_batch(seed=9, sequences=4)
+    batch.advantages[1] = spoiled
+    shards, cuts = one_microbatch(batch, 1, None)
+    rank = new_rank(config, b_std=0.05)
+    try:
+        rank.train_step(shards[0], cuts[0])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", ["1.0", "null"])
+def test_gradients_that_are_no_numbers_end_the_run(models: dict[str, Path], spoiled: float, clip: str) -> None:
+    [message] = run_ranks(train_on_spoiled, tiny_config(models["tied"], f"policy.max_grad_norm={clip}"), spoiled)
+    assert message.startswith("the gradient norm is ")
+
+
+def logprobs_with_dropout(config: RunConfig, plain: RunConfig) -> dict[str, Any]:
+    batch = make_batch(seed=9, sequences=4)
+    shards, cuts = one_microbatch(batch, 1, None)
+    want = new_rank(plain, b_std=0.5).logprobs(shards[0], cuts[0])
+    rank = new_rank(config, b_std=0.5)
+    before = rank.logprobs(shards[0], cuts[0])
+    # A step at nearly no learning rate changes nothing but shows what the pass that trains computes.
+    metrics = rank.train_step(shards[0], cuts[0], old_logprobs=before).metrics
+    after = rank.logprobs(shards[0], cuts[0])
+    return {"want": want, "before": before, "after": after, "ratio": metrics["probs_ratio_max"].value}
+
+
+def test_dropout_acts_in_the_pass_that_trains_and_nowhere_else(models: dict[str, Path]) -> None:
+    """Logprobs that are compared, with an engine's or with each other, are those of the policy that is pushed."""
+    still = "policy.megatron_cfg.optimizer.lr=1e-12"
+    dropping = tiny_config(models["tied"], "policy.megatron_cfg.peft.dropout=0.5", still)
+    [found] = run_ranks(logprobs_with_dropout, dropping, tiny_config(models["tied"]))
+    np.testing.assert_array_equal(found["before"], found["want"])
+    np.testing.assert_allclose(found["after"], found["want"], atol=1e-5, rtol=0)
+    assert found["ratio"] > 1.5

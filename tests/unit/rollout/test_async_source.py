@@ -534,3 +534,31 @@ def test_the_metrics_tell_how_stale_a_step_is(new: Callable[..., Any]) -> None:
         metrics = source.metrics()
         assert metrics[f"rollout/age_{age}_share"] == metrics[f"rollout/lag_{age}_token_share"] == 1.0
         assert (metrics["rollout/age_mean"], metrics["rollout/age_max"]) == (age, age)
+
+
+def test_the_bound_of_dynamic_sampling_counts_anew_what_was_given_up(new: Callable[..., Any]) -> None:
+    """Groups that a jump took away are not there: when no other varies, the search ends."""
+    source, engines = new(1, "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=3")
+    step = Step(source)
+    settled(engines, 8)
+    for number in (0, 1, 2, 4, 3, 5, 6, 7):
+        engines.answer(number)
+    assert step.groups()
+    until(lambda: len(source._buffer) == 4)
+    # Four more that vary, of which the next step would have been.
+    for _ in range(2):
+        with source.halted():
+            pass
+        settled(engines, 4)
+        engines.answer_all()
+        until(lambda: len(source._buffer) == 4)
+    with source.halted():
+        pass
+    step = Step(source)
+    begin = len(engines.submitted)
+    while not step.done:
+        engines.answer_all(texts="8")
+        time.sleep(0.005)
+        assert len(engines.submitted) - begin < 40, "it searches for ever"
+    with pytest.raises(ValueError, match="dynamic_sampling_max_gen_batches: 3 batches were generated and only 0 of"):
+        step.groups()

@@ -85,6 +85,20 @@ def logprobs(models: dict[str, Path], weights: Any, request: GenerationRequest, 
     return table[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0].numpy()
 
 
+def test_what_ends_while_probes_are_scored_is_not_forgotten(serving: tuple[EngineProcess, bool]) -> None:
+    engine = serving[0]
+    first, second = requests(2, seed=3)
+    short = replace(SAMPLING, max_tokens=1)
+    for name, request in (("first", first), ("second", second)):
+        engine.call("add", name, request, short)
+    engine.call("score", [tuple(range(5, 40)), tuple(range(5, 60))])
+    # A server makes no step of an engine that is not busy.
+    assert engine.call("busy.__bool__")
+    engine.call("abort", ["second"])
+    assert [name for name, _ in engine.call("step")] == ["first"]
+    assert not engine.call("busy.__bool__")
+
+
 def test_each_token_knows_who_sampled_it(
     serving: tuple[EngineProcess, bool], driver: Driver, models: dict[str, Path]
 ) -> None:

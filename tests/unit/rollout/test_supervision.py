@@ -280,6 +280,25 @@ def test_engines_do_not_join_while_weights_change(new_fleet: Callable[..., Fleet
     assert fleet.pool.score([(1, 2)]) == [("engine 0", [[-2.0]])]
 
 
+def test_weights_that_the_trainer_gives_late_cost_no_engine(new_fleet: Callable[..., Fleet]) -> None:
+    """Rank 0 gives them between two training steps, which may be longer than an engine's start."""
+    import ray
+
+    @ray.remote
+    def late(seconds: float) -> Any:
+        time.sleep(seconds)
+        return __import__("numpy").zeros(1, "uint8")
+
+    # Starting a process takes some of it.
+    fleet = new_fleet(1, startup_s=8.0)
+    fleet.pool.generate(jobs(1), SAMPLING)
+    fleet.pool._payload = lambda: late.remote(12.0)
+    os.kill(fleet.processes()[0], signal.SIGKILL)
+    assert {c.weight_version for c in fleet.pool.generate(jobs(1), SAMPLING)[0]} == {1}
+    assert fleet.pool.restarts == 1
+    assert len(fleet.warnings) == 1
+
+
 def test_aborted_jobs_are_forgotten(new_fleet: Callable[..., Fleet]) -> None:
     fleet = new_fleet(1, step_s=0.2)
     futures = fleet.pool.submit(jobs(4), SAMPLING)

@@ -60,7 +60,6 @@ ENGINES = [EngineKind(model, tp, native) for model in ("tied", "untied") for tp 
 # The whole matrix takes minutes; by default every value of every axis occurs, but not with every other.
 DEFAULT = {(EngineKind("tied", 1, False), layout) for layout in LAYOUTS} | {
     (EngineKind("untied", 2, False), "tp2_pp2"),
-    (EngineKind("untied", 2, False), "tp1"),
     (EngineKind("tied", 1, True), "tp2"),
     (EngineKind("tied", 1, True), "pp2"),
 }

@@ -199,6 +199,8 @@ def test_samples_come_every_so_many_steps():
     shown = [Sample("p", "c", "e", 1.0, "stop")]
     lines = play("plain", run_records(steps=30, val_every=15), shown=shown, sample_every=10)
     assert [int(line.split()[2]) for line in lines if line.startswith("sample")] == [0, 10, 20, 30]
+    never = play("plain", run_records(steps=30, val_every=15), shown=shown, sample_every=0)
+    assert not [line for line in never if line.startswith("sample")]
 
 
 def test_a_long_completion_keeps_its_end():

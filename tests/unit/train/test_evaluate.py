@@ -10,7 +10,8 @@ import pytest
 from lora_rl.algorithm.passk import pass_at_k
 from lora_rl.lora.peft_io import write_peft
 from lora_rl.train.checkpoint import CheckpointError
-from lora_rl.train.evaluate import describe, find_adapter, summarise
+from lora_rl.train.evaluate import _merging, describe, find_adapter, summarise
+from tests.support.configs import tiny_config
 from tests.support.rollouts import rollout
 from tests.unit.train.test_checkpoint import QUERY, make, make_store
 
@@ -67,3 +68,13 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     for wrong in (path, store.folder):
         with pytest.raises(CheckpointError, match=r"config\.yaml has"):
             find_adapter(wrong)
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+def test_engines_load_the_model_they_evaluate(models: dict[str, Path], mode: str) -> None:
+    """In a run that pushes all weights they may start from random ones; here nothing else is pushed."""
+    overrides = [f"policy.generation.weight_sync.mode={mode}"]
+    if mode == "merged":
+        overrides.append("policy.generation.vllm_cfg.load_format=dummy")
+    generation = _merging(tiny_config(models["tied"], *overrides)).policy.generation
+    assert (generation.weight_sync.mode, generation.vllm_cfg.load_format) == ("adapter_merge", "auto")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from lora_rl.config import RunConfig
-from lora_rl.rollout.types import Rollout, StopReason, TrainBatch
+from lora_rl.rollout.source import is_informative
+from lora_rl.rollout.types import Rollout, StopReason, TrainBatch, reward_parts
 from lora_rl.train.learning_signal import LearningSignal, learning_signal
 from tests.support.configs import tiny_config
 from tests.support.rollouts import rollout
@@ -269,3 +270,24 @@ def test_the_policy_is_not_asked_for_logprobs_otherwise(make: Any) -> None:
     assert signal_of(ROLLOUTS, config, policy).old_logprobs is None
     assert signal_of(ROLLOUTS[2:], make(*KL), policy).kept == []
     assert policy.asked == []
+
+
+def judged(rollouts: Sequence[Rollout], components: Sequence[dict[str, float]]) -> list[Rollout]:
+    return [replace(r, reward=c["function"], reward_components=c) for r, c in zip(rollouts, components, strict=True)]
+
+
+def test_a_completion_without_a_verdict_earned_nothing_in_every_part(config: RunConfig) -> None:
+    """A function reports parts for what it judged; for what was cut off, or took too long, there are none."""
+    parts = [
+        {"function": 1.0, "function/format": 1.0},
+        {"function": 0.0},
+        {"function": 1.0, "function/format": 0.0},
+    ]
+    for order in (parts, parts[::-1]):
+        rollouts = judged(group(0, (1, 0, 1)), order)
+        assert reward_parts(rollouts)["function/format"] == [c.get("function/format", 0.0) for c in order]
+        assert is_informative(rollouts, by_component=True)
+        assert len(signal_of(rollouts, with_gdpo(config)).kept) == 3
+    lacking = judged(group(4, (1, 1)), [{"function": 1.0, "function/a": 1.0}, {"function": 1.0, "function/b": 1.0}])
+    with pytest.raises(ValueError, match="no reward component 'function/a'"):
+        reward_parts(lacking[::-1])

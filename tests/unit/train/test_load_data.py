@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_rl.train.job import load_data
+from lora_rl.data import Prompt
+from lora_rl.train.job import load_data, probes_of
 from tests.support.configs import tiny_config
 
 PAPER_FITS = ["grpo.next.interval=2", "grpo.next.write_back=adapter"]
@@ -81,3 +82,17 @@ def test_prompts_of_the_gate_are_neither_trained_nor_validated_on(models: dict[s
     assert unmeasured.gate == []
     with pytest.raises(ValueError, match=r"grpo\.next\.gate\.num_prompts: 32 of 4\d training prompts would be set"):
         load_data(tiny_config(models["tied"], *settings, *jumps, "grpo.next.gate.num_prompts=32"))
+
+
+def test_probes_fit_into_trainer_and_engine(models: dict[str, Path]) -> None:
+    """Only prompts are limited in length: an answer may be a whole rationale."""
+    for override, longest in (
+        ("policy.max_total_sequence_length=40", 39),
+        ("policy.generation.vllm_cfg.max_model_len=30", 29),
+    ):
+        config = tiny_config(models["tied"], override)
+        tokenizer = load_data(config).tokenizer
+        prompts = [Prompt("p", "ab", tokenizer.encode("ab"), "x" * length) for length in (1, 100)]
+        short, long = probes_of(prompts, tokenizer, config)
+        assert tokenizer.decode(short) == "abx"
+        assert len(long) == longest

@@ -66,6 +66,9 @@ class RecordingEngines:
         fidelities = [BY_ENGINE, Fidelity.zero()]
         return [SyncReport(manifest.version, manifest.digest, 2, 24, fidelity) for fidelity in fidelities]
 
+    def confirm(self, manifest: Manifest) -> list[SyncReport]:
+        return self.load(manifest)
+
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[list[float]]]]:
         return [
             (f"engine {n}", [[offset - t / 10 for t in s[1:]] for s in sequences])
@@ -176,3 +179,21 @@ def test_beyond_the_tolerance_the_engine_is_named(offset: float) -> None:
     sync.weights.push(after_update=False)
     with pytest.raises(SyncError, match=r"engine 1 and the trainer disagree about weight version 1: .*on 3 probe"):
         sync.weights.check_parity(PROBES, 1e-4)
+
+
+def test_checksums_of_another_kind_are_not_compared_after_resuming() -> None:
+    """From device to device they are computed where the data is, by another formula."""
+    host, device = new_sync(), new_sync()
+    device.weights = WeightSync(
+        device.policy, device.engines, WeightSyncConfig(), device.warnings.append, streamed=True
+    )
+    for sync in (host, device):
+        sync.weights.push(after_update=False)
+    assert host.weights.payload != device.weights.payload
+    for sync, other in ((new_sync(), device), (new_sync(), host)):
+        sync.weights.resume(1, other.weights.payload.rpartition(" ")[0] + " 0123abcd")
+        if other is device:
+            sync.weights.push(after_update=False)
+        else:
+            with pytest.raises(SyncError, match="the engines would sample from other weights than before"):
+                sync.weights.push(after_update=False)
