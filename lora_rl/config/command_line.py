@@ -63,7 +63,7 @@ class CommandLine:
         layout = derive_layout(self.config)
         lacks = missing(self.config, layout)
         parts = [
-            layout.describe(),
+            layout.describe(engines=plan),
             *([memory_plan(self.config, layout).describe()] if plan else []),
             model_files(self.config),
             "missing on this machine:\n" + "\n".join(f"  {line}" for line in lacks) if lacks else "nothing is missing",

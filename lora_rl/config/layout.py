@@ -76,8 +76,12 @@ class Layout:
         dp_index = rank // self.tp % self.dp
         return tp_index, rank // (self.tp * self.dp), dp_index
 
-    def describe(self) -> str:
-        """The processes and derived counts, several lines for a reader."""
+    def describe(self, *, engines: bool = True) -> str:
+        """The processes and derived counts, several lines for a reader.
+
+        Args:
+            engines: whether the job has any.
+        """
         lines = [
             f"platform: {self.platform}",
             f"Megatron: {_count(self.world_size, 'rank')} = tp {self.tp} x pp {self.pp} x dp {self.dp}, "
@@ -91,11 +95,14 @@ class Layout:
             lines.append(f"  rank {rank}: tp {tp_index}, pp {pp_index}, dp {dp_index}{where}")
         if listed < self.world_size:
             lines.append(f"  ... and {self.world_size - listed} more ranks")
+        if engines:
+            lines += [
+                f"vLLM: {_count(self.num_engines, 'engine')} of tp {self.engine_tp}, "
+                f"{_count(self.threads_per_engine, 'thread')} per process, "
+                + ("taking turns with the ranks" if self.colocated else "on resources of their own"),
+                *self._describe_nodes(),
+            ]
         lines += [
-            f"vLLM: {_count(self.num_engines, 'engine')} of tp {self.engine_tp}, "
-            f"{_count(self.threads_per_engine, 'thread')} per process, "
-            + ("taking turns with the ranks" if self.colocated else "on resources of their own"),
-            *self._describe_nodes(),
             f"each step: {_count(self.sequences_per_step, 'sequence')}, "
             f"{_count(self.optimizer_steps_per_batch, 'optimizer step')}, "
             f"{self.sequences_per_rank} sequences per data-parallel rank in each",
@@ -233,11 +240,13 @@ def layout_violations(config: RunConfig, platform: PlatformName) -> Iterator[Vio
         key = own_key if own else "policy.generation.vllm_cfg.tensor_parallel_size"
         yield Violation(key, f"an engine is on one node, which has {gpus} GPUs; lower it", own or engine_tp)
         return
-    if world_size == 0 and not generation.colocated.enabled and config.cluster.gpus_per_node:
+    if world_size == 0 and not generation.colocated.enabled and gpus > 0:
         key, value = "policy.generation.vllm_cfg.tensor_parallel_size", engine_tp
         if own is not None:
             key, value = own_key, own
-        problem = f"leaves no GPU of cluster.gpus_per_node = {config.cluster.gpus_per_node} for the trainer; lower it"
+        had = config.cluster.gpus_per_node
+        found = f"cluster.gpus_per_node = {had}" if had else f"the {_count(gpus, 'GPU')} of this machine"
+        problem = f"leaves no GPU of {found} for the trainer; lower it, or let them take turns (colocated.enabled)"
         yield Violation(key, problem, value)
         return
     if world_size == 0:

@@ -95,6 +95,8 @@ def trainer_of(config: RunConfig, layout: Layout, shape: Shape, facts: ModelFact
     tokens = policy.dynamic_batching.train_mb_tokens
     if not policy.dynamic_batching.enabled:
         tokens = (policy.train_micro_batch_size or 1) * longest
+    elif policy.train_micro_batch_size is not None:
+        tokens = min(tokens, policy.train_micro_batch_size * longest)
     # A step never has more.
     tokens = min(tokens, layout.sequences_per_rank * longest)
     return Trainer(

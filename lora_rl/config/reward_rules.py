@@ -12,6 +12,7 @@ import regex
 
 from lora_rl.config.errors import Violation, show
 from lora_rl.config.keys import nearest_choice
+from lora_rl.config.metric_names import ALLOWED, is_metric_part
 from lora_rl.config.schema import RunConfig, VerifierConfig
 from lora_rl.config.schema.reward import OPTIONS
 
@@ -82,6 +83,9 @@ def reward_labels_differ(config: RunConfig) -> Iterator[Violation]:
         if label in REASON_NAMES:
             problem = f"the share of completions with this reason is called so; not {', '.join(REASON_NAMES)}"
             yield Violation(f"{key}.label", problem, label)
+        if not is_metric_part(label):
+            problem = f"it becomes the name of a metric, which has {ALLOWED} only"
+            yield Violation(f"{key}.label", problem, label)
         seen.add(label)
 
 
@@ -139,6 +143,9 @@ def _find_module(name: str) -> tuple[Path | None, str]:
     for place, part in enumerate(parts):
         full = ".".join(parts[: place + 1])
         spec = importlib.machinery.PathFinder.find_spec(full, search)
+        if spec is None and place == 0:
+            # Packages that are installed in place may have a finder of their own.
+            spec = next(filter(None, (finder.find_spec(full, None) for finder in sys.meta_path)), None)
         if spec is None:
             inside = f"in {'.'.join(parts[:place])}" if place else "here or in the environment"
             return (

@@ -315,6 +315,14 @@ def target_needs_validation(config: RunConfig) -> Iterator[Violation]:
         yield Violation("sft.target_answer_probability", problem, target)
 
 
+def save_by_saves(config: RunConfig) -> Iterator[Violation]:
+    """Who says by when to save means to save."""
+    limit = config.checkpointing.checkpoint_must_save_by
+    if limit is not None and not config.checkpointing.enabled:
+        problem = "has no effect while checkpointing.enabled is false; set that to true or this to null"
+        yield Violation("checkpointing.checkpoint_must_save_by", problem, limit)
+
+
 def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
     """days:hours:minutes:seconds, from which the front may be left out."""
     text = config.checkpointing.checkpoint_must_save_by
@@ -372,6 +380,7 @@ RULES: tuple[Rule, ...] = (
     sync_mode_fits,
     learning_rate_schedule,
     start_adapter_is_there,
+    save_by_saves,
     save_by_is_a_duration,
     all_weights_are_trained_plainly,
     target_needs_validation,

@@ -1,7 +1,7 @@
 """A light tokenizer: reads a Hugging Face model directory without importing transformers (which costs seconds)."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ class Tokenizer:
 
     `eos_token_id` ends a completion; `eos_token` is its text. `pad_token_id` falls back to the end token
     for models that define no padding token: masks go by length, never by id. `special_tokens` are the texts that
-    a chat template may refer to, such as `bos_token`.
+    a chat template may refer to, such as `bos_token`. `end_token_ids` are all that end a completion: chat models often
+    have a second one in generation_config.json, at which vLLM stops, too.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class Tokenizer:
         pad_token: str,
         chat_template: str | None,
         special_tokens: Mapping[str, str] | None = None,
+        end_token_ids: Iterable[int] = (),
     ):
         self._rust = rust
         self.eos_token = eos_token
         self.eos_token_id: int = rust.token_to_id(eos_token)
         self.pad_token_id: int = rust.token_to_id(pad_token)
+        self.end_token_ids = frozenset({self.eos_token_id, *end_token_ids})
         self.chat_template = chat_template
         self.special_tokens = {**(special_tokens or {}), "eos_token": eos_token, "pad_token": pad_token}
 
@@ -83,7 +86,9 @@ class Tokenizer:
         return environment.from_string(self.chat_template or "")
 
 
-def load_tokenizer(model_dir: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    model_dir: str | Path, chat_template: str | Path | None = None, *, model: str | Path | None = None
+) -> Tokenizer:
     """Read tokenizer.json, tokenizer_config.json and, if there is one, the chat template of a model directory.
 
     Special tokens that tokenizer_config.json leaves to the tokenizer's class, as those of GPT-2 do, are looked up in
@@ -91,6 +96,7 @@ def load_tokenizer(model_dir: str | Path, chat_template: str | Path | None = Non
 
     Args:
         chat_template: Jinja file to use instead of the model's own template.
+        model: directory of the model whose generation_config.json names further end tokens; None: model_dir.
 
     Raises FileNotFoundError for a missing file and ValueError for an end or padding token that is undefined
     or not in the vocabulary.
@@ -116,7 +122,13 @@ def load_tokenizer(model_dir: str | Path, chat_template: str | Path | None = Non
         pad_token=pad_token,
         chat_template=_chat_template(model_dir, config, chat_template),
         special_tokens=tokens,
+        end_token_ids=_end_ids(Path(model or model_dir) / "generation_config.json"),
     )
+
+
+def _end_ids(file: Path) -> list[int]:
+    ids = _read_json(file).get("eos_token_id")
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_rl.config.metric_names import ALLOWED, is_metric_part
 from lora_rl.rewards.types import RewardError, RewardReason, RewardResult, ScoreRequest, failed
 
 PARAMETERS = ("completion", "answer", "prompt", "truncated", "metadata")
@@ -122,6 +123,9 @@ def to_result(returned: Any) -> RewardResult:
         for name, part in returned.items():
             if (number := _number(part)) is None:
                 return failed(RewardReason.INVALID_VALUE, f"it returned {name} = {_short(part)}, which is no number")
+            if not is_metric_part(str(name)):
+                problem = f"it returned a part called {_short(name)}; the name of a metric has {ALLOWED} only"
+                return failed(RewardReason.INVALID_VALUE, problem)
             if name != "reward":
                 parts[str(name)] = number
     number = _number(value)

@@ -262,7 +262,7 @@ class AsyncRolloutSource:
             raise error
         completions = future.result()
         self._scoring[group.group_id] = (group, time.monotonic())
-        scored = self._scorers.submit(self._generator.score, [(group, completions)])
+        scored = self._scorers.submit(self._generator.score, [(group, completions)], training_sampling(self._config))
         scored.add_done_callback(lambda done: self._events.put(lambda: self._scored(group, done)))
 
     def _scored(self, group: PromptGroup, future: Future[Any]) -> None:

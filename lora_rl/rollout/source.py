@@ -106,14 +106,20 @@ class Generator:
             for sample in range(per_prompt)
         ]
 
-    def score(self, answered: Sequence[tuple[PromptGroup, Sequence[Completion]]]) -> list[list[Rollout]]:
-        """The rollouts of each group, with rewards."""
+    def score(
+        self, answered: Sequence[tuple[PromptGroup, Sequence[Completion]]], sampling: SamplingSettings
+    ) -> list[list[Rollout]]:
+        """The rollouts of each group, with rewards.
+
+        Args:
+            sampling: what the completions were sampled with.
+        """
         flat = [(group, sample, c) for group, completions in answered for sample, c in enumerate(completions)]
         texts = [self.tokenizer.decode(c.token_ids) for _, _, c in flat]
         scores = self.scorer.score(
             [
                 ScoreRequest(
-                    completion=text.removesuffix(self.tokenizer.eos_token),
+                    completion=without_end(text, completion, self.tokenizer, sampling),
                     answer=group.prompt.answer,
                     truncated=completion.stop_reason is not StopReason.STOP,
                     prompt=group.prompt.text,
@@ -151,7 +157,19 @@ class Generator:
         version = self.engines.weight_version
         for group, completions in answered:
             check_versions(group, completions, oldest=version, newest=version)
-        return self.score(answered), refused
+        return self.score(answered, sampling), refused
+
+
+def without_end(text: str, completion: Completion, tokenizer: Tokenizer, sampling: SamplingSettings) -> str:
+    """A completion's text as a verifier reads it: without the end token, stop token or stop string that ended it."""
+    last = completion.token_ids[-1] if completion.token_ids else None
+    if completion.stop_reason is StopReason.STOP and last is not None:
+        if last in tokenizer.end_token_ids or last in sampling.stop_token_ids:
+            return text.removesuffix(tokenizer.decode((last,)))
+        # vLLM looks at the text after each token: the first occurrence is the one that ended it.
+        ends = [place for stop in sampling.stop_strings if (place := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+    return text.removesuffix(tokenizer.eos_token)
 
 
 def check_versions(group: PromptGroup, completions: Sequence[Completion], *, oldest: int, newest: int) -> None:

@@ -1,5 +1,6 @@
 """What a person sees of a run: start-up, progress, samples, warnings, and a summary at the end."""
 
+import io
 import logging
 import sys
 import threading
@@ -93,6 +94,8 @@ class Console:
         unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
         self._glyphs = UNICODE if unicode else ASCII
         self._encoding = "utf-8" if unicode else "ascii"
+        if self._is_live and not unicode and isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="backslashreplace")
 
         # Guards the state below. Never held while printing: the live region's own thread takes this lock
         # inside rich's.
@@ -282,7 +285,7 @@ class Console:
             return
         try:
             write()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._broken = True
             logging.getLogger(__name__).error("the display is switched off: %s", error)
 

@@ -9,18 +9,18 @@ import json
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from lora_rl.config.metric_names import ALLOWED, METRIC_NAME
 from lora_rl.track.sinks import Sink
 
 logger = logging.getLogger(__name__)
 
-METRIC_NAME = re.compile(r"[\w.@+-]+(/[\w.@+-]+)+", re.ASCII)
 FILE_NAME = "metrics.jsonl"
 SUPERSEDED_NAME = "metrics.superseded.jsonl"
+DAMAGED_NAME = "metrics.damaged.jsonl"
 
 
 class RunRecorder:
@@ -189,9 +189,7 @@ def _merge(step: int, mappings: Sequence[Mapping[str, float]]) -> dict[str, int 
     for mapping in mappings:
         for name, value in mapping.items():
             if not METRIC_NAME.fullmatch(name):
-                raise ValueError(
-                    f"step {step}: metric name {name!r}; a name is group/name in letters, digits and _ . @ + -"
-                )
+                raise ValueError(f"step {step}: metric name {name!r}; a name is group/name in {ALLOWED}")
             if name in values:
                 repeated.append(name)
             values[name] = _number(step, name, value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -177,7 +178,9 @@ class CheckpointStore:
 
         def rank(name: str) -> tuple[bool, float, int]:
             score = scores[name]
-            return score is not None, (score or 0.0) * (1 if self._higher else -1), _step(name)
+            # NaN compares with nothing.
+            is_number = score is not None and math.isfinite(score)
+            return is_number, score * (1 if self._higher else -1) if is_number else 0.0, _step(name)
 
         rankable = [name for name in scores if _step(name) <= _step(saved)]
         kept = {saved, *sorted(rankable, key=rank, reverse=True)[: self._keep]}

@@ -236,8 +236,17 @@ def saving_if_it_fails(
 def extrapolation_of(
     job: Job, config: RunConfig, console: Console, timer: PhaseTimer, resume: Checkpoint | None
 ) -> Extrapolation | None:
-    """What `grpo.next` asks for, at its start or as a checkpoint left it; None where it is off."""
+    """What `grpo.next` asks for, at its start or as a checkpoint left it; None where it is off.
+
+    Raises:
+        ValueError: it is off, but the checkpoint holds merged jumps, which no later checkpoint would.
+    """
     if not config.grpo.next.enabled:
+        if resume is not None and resume.extrapolation is not None and resume.extrapolation[0]["merged"]:
+            raise ValueError(
+                f"{resume.path} holds jumps ahead that are merged into the weights: continue with "
+                "grpo.next.enabled=true; a high grpo.next.interval keeps it from jumping again"
+            )
         return None
     extrapolation = Extrapolation(job, config, console, timer)
     if resume is not None and resume.extrapolation is not None:

@@ -91,9 +91,9 @@ def load_data(config: RunConfig, warn: Callable[[str], None] = lambda _: None) -
             prompts to set some aside for the gate.
     """
     grpo, new = config.grpo, config.policy.generation.max_new_tokens
-    model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
+    model = model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
     folder = model_folder(config.policy.tokenizer_name, "tokenizer")
-    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template)
+    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template, model=model)
     train, held_out = load_prompts(config.data, tokenizer, warn)
     longest = min(config.policy.max_total_sequence_length, config.engine_max_model_len)
     what = f"policy.max_total_sequence_length {longest} - policy.generation.max_new_tokens {new}"
@@ -136,8 +136,10 @@ def set_aside(prompts: Sequence[Prompt], config: RunConfig) -> tuple[list[Prompt
             f"use at most {len(prompts) // 2}, or more prompts"
         )
     chosen = set(random.Random(f"gate, seed {config.data_seed}").sample(range(len(prompts)), count))
+    # The same text with another answer is the same prompt.
+    texts = {prompts[n].text for n in chosen}
     return (
-        [prompt for n, prompt in enumerate(prompts) if n not in chosen],
+        [prompt for prompt in prompts if prompt.text not in texts],
         [prompt for n, prompt in enumerate(prompts) if n in chosen],
     )
 

@@ -16,7 +16,7 @@ from lora_rl.config.memory_plan import memory_plan
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, learning_curve, read_metrics
 from lora_rl.track.monitor import Monitor
-from lora_rl.track.recorder import FILE_NAME
+from lora_rl.track.recorder import DAMAGED_NAME, FILE_NAME
 from lora_rl.track.report import REPORT_NAME
 from lora_rl.track.trackers import open_sinks
 from lora_rl.train.checkpoint import Checkpoint, CheckpointError
@@ -24,6 +24,7 @@ from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
 from lora_rl.train.job import load_data
 from lora_rl.train.reporting import reporting
 from lora_rl.train.resume import Stop, check_fits, checkpoint_folder, identity, open_store, seconds
+from lora_rl.train.run_lock import FolderLocks, in_use
 from lora_rl.train.sft import MODEL_FOLDER, load_examples, run_sft
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo"
         The process's exit code: 0 when it ended as configured, 130 after Ctrl-C or SIGTERM, 1 after a failure. In each
         case the terminal says where the results are, and metrics.jsonl holds every finished step.
     """
+    warnings: list[str] = []
     try:
-        return _run(config, layout, kind)
+        with FolderLocks(warnings.append) as locks:
+            return _run(config, layout, kind, locks, warnings)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted before the run began\n")
         return INTERRUPTED
@@ -55,26 +58,28 @@ def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo"
         return FAILED
 
 
-def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int:
+def _run(
+    config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"], locks: FolderLocks, warnings: list[str]
+) -> int:
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
-    warnings: list[str] = []
     timer = PhaseTimer()
     if kind == "grpo":
         warnings.extend(memory_plan(config, layout).warnings())
     with timer("startup"):
         # Before anything is written or started: what is wrong with the data is then all there is to see.
         data = load(config, warnings.append)
-    run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir)), None, False
     same: dict[str, Any] = {}
-    if config.checkpointing.enabled:
-        run_dir, resume, continues = find_run(config, warnings.append)
+    if not config.checkpointing.enabled:
+        run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir), locks), None, False
+    else:
+        run_dir, resume, continues = find_run(config, warnings.append, locks)
         same = identity(config, data[1], kind)
         if resume is not None:
             # Before anything is written.
             check_fits(resume, same)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if resume is not None and not (run_dir / FILE_NAME).exists():
-        (run_dir / FILE_NAME).write_bytes(resume.metrics)
+    if resume is not None:
+        begin_with(run_dir / FILE_NAME, resume.metrics, warnings.append)
     (run_dir / "config.yaml").write_text(resolved_yaml(config))
     paths = {
         "metrics": run_dir / FILE_NAME,
@@ -99,7 +104,8 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
         store.folder.mkdir(parents=True, exist_ok=True)
         store.clean()
     told = {"warn": console.warn, "tell": console.info}
-    sinks = open_sinks(config, run_dir, continues=continues or resume is not None, **told)
+    first_step = resume.step + 1 if resume is not None else 0 if continues else None
+    sinks = open_sinks(config, run_dir, continues=continues or resume is not None, first_step=first_step, **told)
     monitor = Monitor(console.warn) if config.logger.monitor_gpus else None
     code, failure = 0, ""
     # Records after the checkpoint will be computed again; with none, all of them.
@@ -162,8 +168,21 @@ def _run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"]) -> int
     return code
 
 
-def find_run(config: RunConfig, warn: Callable[[str], None]) -> tuple[Path, Checkpoint | None, bool]:
-    """Where a run that saves checkpoints goes on, or begins.
+def begin_with(file: Path, records: bytes, warn: Callable[[str], None]) -> None:
+    """Make sure that metrics.jsonl begins with the records of a checkpoint, which were safely on disk when it was."""
+    if not file.exists():
+        file.write_bytes(records)
+    elif not file.read_bytes().startswith(records):
+        kept = file.with_name(DAMAGED_NAME)
+        file.replace(kept)
+        file.write_bytes(records)
+        warn(f"{file} did not have the records up to the checkpoint: they are put back from it, and it is {kept} now")
+
+
+def find_run(
+    config: RunConfig, warn: Callable[[str], None], locks: FolderLocks
+) -> tuple[Path, Checkpoint | None, bool]:
+    """Where a run that saves checkpoints goes on, or begins; nobody else may write there from then on.
 
     It goes on in the newest of `log_dir`, `log_dir-2`, ... that has checkpoints of its own, or, with a
     `checkpointing.checkpoint_dir`, in the one whose records begin with those of the checkpoint. The folder of another
@@ -172,22 +191,34 @@ def find_run(config: RunConfig, warn: Callable[[str], None]) -> tuple[Path, Chec
     Returns:
         The run folder; the checkpoint to continue from, None where there is no good one; and whether the folder is
         that of an earlier start, whose records this one takes over.
+
+    Raises:
+        ValueError: another process is writing there.
     """
+
+    def mine(folder: Path) -> Path:
+        if (holder := locks.take(folder)) is not None:
+            raise ValueError(in_use(folder, holder))
+        return folder
+
     wanted = Path(config.logger.log_dir)
     numbered = [wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 10_000))]
     known = list(takewhile(lambda folder: folder.exists(), numbered))
     if config.checkpointing.checkpoint_dir is None:
         own = [folder for folder in known if checkpoint_folder(config, folder).is_dir()]
         if not own:
-            return free_run_dir(wanted), None, False
-        return own[-1], open_store(config, own[-1], warn).load_newest(), True
-    resume = open_store(config, wanted, warn).load_newest()
+            return free_run_dir(wanted, locks), None, False
+        folder = mine(own[-1])
+        return folder, open_store(config, folder, warn).load_newest(), True
+    store = open_store(config, wanted, warn)
+    mine(store.folder)
+    resume = store.load_newest()
     if resume is not None:
         for folder in reversed(known):
             file = folder / FILE_NAME
             if file.exists() and file.read_bytes().startswith(resume.metrics):
-                return folder, resume, True
-    return free_run_dir(wanted), resume, resume is not None
+                return mine(folder), resume, True
+    return free_run_dir(wanted, locks), resume, resume is not None
 
 
 def run_evaluation(
@@ -205,12 +236,11 @@ def run_evaluation(
     from lora_rl.train.evaluate import SUMMARY, evaluate, find_adapter
 
     wanted = out or Path(f"{config.logger.log_dir}-eval")
-    folder = free_run_dir(wanted, SUMMARY)
     try:
         adapter, source = (None, None) if adapter_path is None else find_adapter(adapter_path)
-        folder.mkdir(parents=True, exist_ok=True)
         console = Console(config.logger.console, 0)
-        with console:
+        with console, FolderLocks(console.warn) as locks:
+            folder = free_run_dir(wanted, locks, SUMMARY)
             summary = evaluate(config, layout, console, folder, adapter=adapter, ks=ks)
     except FAILURES as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
@@ -226,10 +256,14 @@ def run_evaluation(
     return 0
 
 
-def free_run_dir(wanted: Path, marker: str = FILE_NAME) -> Path:
-    """`wanted`, or `wanted-2`, `wanted-3`, ... when earlier runs left their `marker` there: nothing is overwritten."""
+def free_run_dir(wanted: Path, locks: FolderLocks, marker: str = FILE_NAME) -> Path:
+    """`wanted`, or `wanted-2`, `wanted-3`, ... when earlier runs left their `marker` there, or another process is about
+    to: nothing is overwritten. The folder is made and locked."""
     candidate, number = wanted, 1
-    while (candidate / marker).exists():
+    while True:
+        if not (candidate / marker).exists() and locks.take(candidate) is None:
+            if not (candidate / marker).exists():
+                return candidate
+            locks.give_back(candidate)
         number += 1
         candidate = wanted.with_name(f"{wanted.name}-{number}")
-    return candidate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +59,9 @@ def load_examples(config: RunConfig, warn: Callable[[str], None] = lambda _: Non
     if sft.train_path is not None:
         source |= {"task": None, "train_path": sft.train_path, "val_path": sft.val_path}
     data = data.model_copy(update=source)
-    model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
+    model = model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
     folder = model_folder(config.policy.tokenizer_name, "tokenizer")
-    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template)
+    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template, model=model)
     train, held_out = load_prompts(data, tokenizer, warn)
     for prompt in (*train, *held_out):
         if not prompt.answer:
@@ -111,8 +111,12 @@ def run_sft(
         console.state.total_steps = last_step
         if resume is None:
             console.step(recorder.log(0, job.facts, validate(job, config, timer), timer.end_step()), [])
+        first_step = (resume.step if resume else 0) + 1
+        if resume is not None and recorder.earlier and reaches_target(recorder.earlier[-1], config):
+            console.info(f"sft.target_answer_probability was reached at step {resume.step}; nothing is left to do")
+            first_step = last_step + 1
         try:
-            for step in range((resume.step if resume else 0) + 1, last_step + 1):
+            for step in range(first_step, last_step + 1):
                 with timer("training"):
                     batch = example_batch(job.prompts.next_batch(config.sft.batch_size), job.tokenizer)
                     trained = job.policy.train_supervised(batch)
@@ -124,14 +128,15 @@ def run_sft(
                     timer.end_step(tokens={"training": int(batch.lengths.sum())}),
                 )
                 console.step(record, [])
-                if store is not None and (is_save_step(step, last_step, config) or stop.requested):
+                is_reached = reaches_target(held_out, config)
+                if store is not None and (is_save_step(step, last_step, config) or stop.requested or is_reached):
                     path = store.save(
                         take(job, config, layout, step, record, recorder.path, cursor=job.prompts.state_dict())
                     )
                     console.info(f"checkpoint  {path}")
                 if stop.signalled:
                     raise KeyboardInterrupt
-                if stop.time_is_up or reaches_target(held_out, config):
+                if stop.time_is_up or is_reached:
                     break
         except KeyboardInterrupt:
             keep_result(job.policy, config, run_dir)
@@ -139,7 +144,7 @@ def run_sft(
         keep_result(job.policy, config, run_dir)
 
 
-def reaches_target(held_out: dict[str, float], config: RunConfig) -> bool:
+def reaches_target(held_out: Mapping[str, float], config: RunConfig) -> bool:
     """Whether a validation reached `sft.target_answer_probability`."""
     target = config.sft.target_answer_probability
     return target is not None and held_out.get("val/answer_probability", 0.0) >= target

@@ -21,19 +21,21 @@ def open_sinks(
     warn: Callable[[str], None],
     tell: Callable[[str], None],
     continues: bool = False,
+    first_step: int | None = None,
 ) -> list[Sink]:
     """Every tracker that `logger` enables, each behind its own queue; nothing is started before the first step.
 
     Args:
         warn, tell: take a line for the user, from any thread.
         continues: an earlier start of this run has been recorded there.
+        first_step: of a run that continues, the first step that is recorded anew.
     """
     settings = config.logger
     # Everything that was set, as the run folder's config.yaml has it.
     shared = {"folder": str(run_dir), "config": config.model_dump(mode="json"), "continues": continues}
     sinks: list[Sink] = []
     if settings.tensorboard_enabled:
-        sinks.append(BackgroundSink(TensorBoardSink(run_dir / "tensorboard"), "TensorBoard", warn))
+        sinks.append(BackgroundSink(TensorBoardSink(run_dir / "tensorboard", first_step), "TensorBoard", warn))
     if settings.wandb_enabled:
         wandb = settings.wandb
         own = {"project": wandb.project, "entity": wandb.entity, "mode": wandb.mode, "name": wandb.name or run_dir.name}

@@ -87,3 +87,32 @@ def test_a_module_of_the_current_directory_is_found(config_file: Path, tmp_path:
     load_config(config_file, wanted)
     (tmp_path / "here" / "own_module.py").write_text("def score(:\n")
     assert "is not Python: invalid syntax" in str(refused(*wanted)["reward.function"])
+
+
+@pytest.mark.parametrize("label", ["length penalty", "a:b", "L\u00e4nge", ""])
+def test_a_label_is_the_name_of_a_metric(config_file: Path, refused, label: str) -> None:
+    from lora_rl.config.metric_names import is_metric_part
+
+    assert not is_metric_part(label)
+    if label:
+        assert "it becomes the name of a metric" in str(
+            refused("reward.name=numeric", f"reward.label={label!r}")["reward.label"]
+        )
+    load_config(config_file, ["reward.name=numeric", "reward.label=length_penalty@2"])
+
+
+def test_a_package_with_a_finder_of_its_own_is_found(config_file: Path, tmp_path: Path, monkeypatch) -> None:
+    """As setuptools installs packages in place."""
+    import importlib.util
+    import sys
+
+    file = tmp_path / "elsewhere.py"
+    file.write_text("def score(completion):\n    return 1.0\n")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            return importlib.util.spec_from_file_location(name, file) if name == "in_place" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    load_config(config_file, ["reward.name=function", "reward.function=in_place:score"])

@@ -180,7 +180,7 @@ CASES = [
     ([f"data.system_prompt_file={DATA}"], "data.system_prompt_file", "raw prompts have no system message", None),
     (["data.task=reasoning_gym"], "data.reasoning_gym.datasets", "name what to draw from, such as [chain_sum]", "[a]"),
     (
-        ["checkpointing.checkpoint_must_save_by=4h"],
+        ["checkpointing.enabled=true", "checkpointing.checkpoint_must_save_by=4h"],
         "checkpointing.checkpoint_must_save_by",
         "must be days:hours:minutes:seconds",
         "4:00:00",
@@ -295,6 +295,12 @@ CASES = [
         OWN_GPUS,
         "must be a multiple of policy.generation.vllm_cfg.tensor_parallel_size = 2",
         4,
+    ),
+    (
+        ["checkpointing.checkpoint_must_save_by=0:03:45:00"],
+        "checkpointing.checkpoint_must_save_by",
+        "has no effect while checkpointing.enabled is false",
+        "null",
     ),
     (
         ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{COLOCATED}.enabled=false", f"{OWN_GPUS}=2"],
@@ -814,6 +820,14 @@ def test_no_gpu_found_is_a_violation(refused, monkeypatch):
     monkeypatch.setattr(layout, "count_gpus", lambda: 0)
     violation = refused("cluster.platform=cuda")["cluster.gpus_per_node"]
     assert "no GPU was found on this machine" in violation.problem
+
+
+def test_one_gpu_that_the_engine_takes_leaves_none(refused, monkeypatch):
+    monkeypatch.setattr(layout, "count_gpus", lambda: 1)
+    violations = refused("cluster.platform=cuda", f"{COLOCATED}.enabled=false")
+    assert "leaves no GPU of the 1 GPU of this machine for the trainer" in str(
+        violations["policy.generation.vllm_cfg.tensor_parallel_size"]
+    )
 
 
 def test_three_mistakes_give_three_messages(refused):

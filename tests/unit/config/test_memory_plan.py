@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from lora_rl.algorithm import share_prompts
 from lora_rl.config import ConfigError, check_machine, derive_layout, hardware, layout, load_config, memory_parts
-from lora_rl.config.memory_plan import memory_plan
+from lora_rl.config.memory_plan import memory_plan, trainer_of
 from lora_rl.config.memory_table import GIB
 from lora_rl.config.model_files import read_model_facts
 from lora_rl.config.parameters import Shape, shape_of
+
+TINY = Path(__file__).parents[3] / "examples/models/tiny-adder"
 
 # Parameters as the files of these models on the hub have them.
 PUBLISHED = {
@@ -246,3 +248,17 @@ def test_the_plan_shares_prompts_as_training_does(prompt: int, completion: int, 
         max_tokens=tokens,
     )
     assert sequences == max(map(len, rows))
+
+
+def test_a_limit_in_sequences_counts_beside_one_in_tokens(config_file: Path) -> None:
+    base = [f"policy.model_name={TINY}", "policy.dynamic_batching.train_mb_tokens=4096"]
+
+    def tokens(*overrides: str) -> int:
+        config = load_config(config_file, [*base, *overrides])
+        facts = read_model_facts(config.policy.model_name)
+        return trainer_of(config, derive_layout(config), shape_of(facts), facts).tokens
+
+    one = tokens("policy.train_micro_batch_size=1")
+    assert one == load_config(config_file, base).policy.max_total_sequence_length
+    assert tokens("policy.train_micro_batch_size=2") == 2 * one
+    assert tokens() > 2 * one

@@ -371,7 +371,7 @@ def test_lost_engines_end_the_wait(new: Callable[..., Any]) -> None:
 def test_what_scoring_raises_ends_the_wait(new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     source, engines = new(1)
 
-    def broken(answered: Any) -> Any:
+    def broken(answered: Any, sampling: Any) -> Any:
         raise ValueError("the answer '4x' is not an integer")
 
     monkeypatch.setattr(source._generator, "score", broken)
@@ -385,7 +385,7 @@ def test_what_scoring_raises_ends_the_wait(new: Callable[..., Any], monkeypatch:
 def test_a_reward_that_never_comes_ends_the_wait(new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     source, engines = new(1, "cluster.step_timeout_s=0.5")
     forever = threading.Event()
-    monkeypatch.setattr(source._generator, "score", lambda answered: forever.wait(20))
+    monkeypatch.setattr(source._generator, "score", lambda answered, sampling: forever.wait(20))
     step = Step(source)
     settled(engines, 8)
     engines.answer(3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +162,42 @@ def test_equal_seeds_mean_equal_requests(tokenizer: Tokenizer) -> None:
     again, _ = generator.answer([PromptGroup(0, prompt(), attempt=1)], 4, SAMPLING, purpose="train")
     assert not {r.completion for r in one[0]} & {r.completion for r in again[0]}
     assert isinstance(engines.asked[0][0][0], GenerationRequest)
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "sampling"),
+    [
+        ("7", "<end>", {}),
+        ("7", "x", {"stop_token_ids": True}),
+        ("7", "x", {"stop_strings": ("x",)}),
+        ("7", "xyz", {"stop_strings": ("w", "xy")}),
+    ],
+)
+def test_what_ended_a_completion_is_no_part_of_the_answer(
+    tokenizer: Tokenizer, text: str, end: str, sampling: dict[str, Any]
+) -> None:
+    if "stop_token_ids" in sampling:
+        sampling = {"stop_token_ids": tokenizer.encode(end)}
+    tokens = (*tokenizer.encode(text), *((tokenizer.eos_token_id,) if end == "<end>" else tokenizer.encode(end)))
+    engines = ScriptedEngines(lambda request: completion(tokens))
+    groups = [PromptGroup(0, prompt("a", (3, 4), text))]
+    [[rollout]], _ = Generator(engines, tokenizer, 0).answer(groups, 1, replace(SAMPLING, **sampling), purpose="train")
+    assert (rollout.reward, rollout.reason) == (1.0, "correct")
+    # It is trained on, and shown.
+    assert rollout.text == text + end
+    [[other]], _ = Generator(engines, tokenizer, 0).answer(groups, 1, SAMPLING, purpose="train")
+    assert (other.reward == 1.0) == (end == "<end>")
+
+
+def test_a_second_end_token_of_the_model_ends_the_answer(tmp_path: Path) -> None:
+    """vLLM stops at every end token of generation_config.json; chat models have one that their tokenizer lacks."""
+    write_tokenizer(tmp_path)
+    second = load_tokenizer(tmp_path).encode("x")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*second, 1]}))
+    tokenizer = load_tokenizer(tmp_path, model=tmp_path / "model")
+    assert {tokenizer.eos_token_id, *second} <= tokenizer.end_token_ids
+    engines = ScriptedEngines(lambda request: completion((*tokenizer.encode("7"), *second)))
+    groups = [PromptGroup(0, prompt("a", (3, 4), "7"))]
+    [[rollout]], _ = Generator(engines, tokenizer, 0).answer(groups, 1, SAMPLING, purpose="train")
+    assert rollout.reward == 1.0

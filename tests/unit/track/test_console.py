@@ -222,6 +222,24 @@ def test_a_stream_that_is_not_unicode_gets_ascii():
     assert "\\u4e09\\u89d2" in text
 
 
+class Latin1Terminal(io.TextIOWrapper):
+    """A terminal of another age."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_that_is_not_unicode_shows_what_it_can(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    raw = io.BytesIO()
+    with Console("auto", 3, stream=Latin1Terminal(raw, encoding="latin-1")) as console:
+        assert console._is_live
+        for record in run_records(steps=3):
+            console.step(record, list(samples()))
+        console.warn("three: \u4e09")
+    assert "\\u4e09" in raw.getvalue().decode("latin-1")
+
+
 def test_a_closed_terminal_does_not_end_the_run(caplog):
     read, write = os.pipe()
     os.close(read)

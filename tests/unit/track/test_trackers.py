@@ -157,3 +157,23 @@ def test_mlflow_holds_what_was_recorded_and_a_resumed_run_goes_on_in_it(tmp_path
     assert history("val/pass_at_4") == {entry["step"]: entry["step"] / 10 for entry in records}
     assert history("train/reward") == {r["step"]: r["train/reward"] for r in records if "train/reward" in r}
     assert math.isnan(history("train/loss")[3])
+
+
+def test_tensorboard_hides_steps_that_a_continued_run_records_anew(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_with("logger.tensorboard_enabled=true")
+    for first_step, steps, value in ((None, (1, 2, 3, 4), 0.1), (3, (3, 4), 0.9)):
+        (sink,) = open_sinks(
+            config, tmp_path, warn=print, tell=print, continues=first_step is not None, first_step=first_step
+        )
+        for step in steps:
+            sink.log(step, {"train/reward": value})
+        sink.close()
+        if first_step is None:
+            (old,) = (tmp_path / "tensorboard").iterdir()
+            old.rename(old.with_name("events.out.tfevents.0000000001.earlier"))  # names sort by start time in seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(e.step, round(e.value, 3)) for e in events.Scalars("train/reward")]
+    assert shown == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]

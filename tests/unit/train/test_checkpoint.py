@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
@@ -131,6 +132,8 @@ def test_an_unfinished_folder_is_never_seen_and_goes(tmp_path: Path) -> None:
         (2, True, {1: None, 2: None, 3: None, 4: None}, [4, 3]),
         (2, True, {1: 0.5, 2: None, 3: None, 4: 0.5}, [4, 1]),
         (1, True, {1: 0.5, 2: 0.9}, [2]),
+        (1, True, {1: 0.9, 2: math.nan, 3: 0.5}, [3, 1]),
+        (1, False, {1: 0.1, 2: math.nan, 3: -math.inf, 4: 0.5}, [4, 1]),
     ],
 )
 def test_the_best_and_the_newest_are_kept(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lora_rl.config import RunConfig
 from lora_rl.config.schema import SvdConfig
+from lora_rl.train.grpo import extrapolation_of
 from tests.support.configs import tiny_config, with_peft
 from tests.support.models import make_model
 from tests.support.ranks import run_ranks
@@ -205,3 +207,16 @@ def test_the_preset_of_the_paper_jumps_once_unmeasured(model: Path) -> None:
     assert lived["records"][5]["next/alpha"] == 1.5
     assert lived["asked"] == []
     assert lived["ledger"].accepted == 1
+
+
+def test_merged_jumps_are_not_lost_by_switching_off(model: Path) -> None:
+    """No later checkpoint would hold them, and what is resumed from it would be another policy."""
+    config = tiny_config(model)
+    assert not config.grpo.next.enabled
+    resume = SimpleNamespace(path="checkpoints/step_5", extrapolation=({"merged": 1}, {}))
+    with pytest.raises(
+        ValueError, match=r"checkpoints/step_5 holds jumps ahead .* continue with grpo\.next\.enabled=true"
+    ):
+        extrapolation_of(None, config, None, None, resume)
+    for harmless in (None, SimpleNamespace(extrapolation=None), SimpleNamespace(extrapolation=({"merged": 0}, {}))):
+        assert extrapolation_of(None, config, None, None, harmless) is None

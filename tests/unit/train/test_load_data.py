@@ -96,3 +96,15 @@ def test_probes_fit_into_trainer_and_engine(models: dict[str, Path]) -> None:
         short, long = probes_of(prompts, tokenizer, config)
         assert tokenizer.decode(short) == "abx"
         assert len(long) == longest
+
+
+def test_a_prompt_of_the_gate_with_another_answer_is_not_trained_on(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"d{n}", "answer": answer} for n in range(40) for answer in ("1", "2")]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jumps = ["grpo.next.enabled=true", "grpo.max_num_steps=100", "grpo.next.gate.num_prompts=16"]
+    data = load_data(
+        tiny_config(models["tied"], "data.task=null", f"data.train_path={path}", "data.validation_split=0.2", *jumps)
+    )
+    assert len(data.gate) == 16
+    assert not {p.text for p in data.gate} & {p.text for p in data.prompts.prompts}

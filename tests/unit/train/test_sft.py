@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lora_rl.config import ConfigError, RunConfig, as_sft
+from lora_rl.config import ConfigError, RunConfig, as_sft, derive_layout
 from lora_rl.data import Prompt, load_tokenizer
-from lora_rl.train.sft import example_batch, load_examples
+from lora_rl.track import Console, PhaseTimer, RunRecorder
+from lora_rl.train import sft
+from lora_rl.train.resume import Stop
+from lora_rl.train.sft import example_batch, load_examples, run_sft
 from tests.support.batches import make_batch, one_microbatch
 from tests.support.configs import tiny_config
 from tests.support.hf import hf_logprobs, load_hf
@@ -176,3 +184,66 @@ def test_the_section_replaces_what_grpo_has(models: dict[str, Path]) -> None:
     assert config.policy.megatron_cfg.peft.enabled
     config = as_sft(tiny_config(models["tied"], "sft.train_all_weights=true"))
     assert not config.policy.megatron_cfg.peft.enabled
+
+
+class LearningPolicy:
+    """Stands where `PolicyGroup` does: each step makes every answer more likely."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def train_supervised(self, batch: Any) -> dict[str, float]:
+        self.steps += 1
+        return {"nll": 1.0 / self.steps, "grad_norm": 1.0}
+
+    def logprobs(self, batch: Any) -> np.ndarray:
+        return np.full((len(batch), 1), -1.0 / max(self.steps, 0.1), dtype=np.float32)
+
+
+def test_what_reached_its_target_is_saved_and_not_trained_again(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = as_sft(
+        tiny_config(
+            models["tied"], "sft.target_answer_probability=0.7", "sft.val_period=1", "sft.max_num_steps=20",
+            "checkpointing.enabled=true", "checkpointing.save_period=20",
+        )
+    )  # fmt: skip
+    data, policy, saved = load_examples(config), LearningPolicy(0), []
+
+    @contextmanager
+    def start(
+        config: RunConfig, layout: Any, console: Any, run_dir: Any, data: Any, resume: Any, same: Any
+    ) -> Iterator[Any]:
+        tokenizer, prompts, held_out, _ = data
+        yield sft.SftJob(policy, tokenizer, prompts, held_out, same, None, {"model/parameters": 1})
+
+    monkeypatch.setattr(sft, "_start", start)
+    monkeypatch.setattr(sft, "take", lambda job, config, layout, step, *rest, **more: step)
+    monkeypatch.setattr(sft, "keep_result", lambda *_: None)
+    store = SimpleNamespace(save=lambda step: saved.append(step) or f"step_{step}")
+
+    def run(resume: Any) -> None:
+        stop = Stop(saves=True, limit_s=None, notify=print)
+        with (
+            Console("quiet", 20) as console,
+            RunRecorder(tmp_path, resume_step=resume and resume.step) as recorder,
+        ):
+            layout = derive_layout(config)
+            run_sft(
+                config, layout, console, recorder, PhaseTimer(), tmp_path, data, stop=stop, store=store, resume=resume
+            )
+
+    run(None)
+    # exp(-1 / 3) = 0.72
+    assert (policy.steps, saved) == (3, [3])
+    run(SimpleNamespace(step=3))
+    assert (policy.steps, saved) == (3, [3])
+
+
+def test_a_dry_run_describes_what_is_trained() -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "examples/run_sft.py", "--config", "examples/configs/sft_tiny_cpu.yaml", "--dry-run"]
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "each step: 128 sequences, 1 optimizer step," in said
+    assert "vLLM" not in said.partition("\n\n")[2]
