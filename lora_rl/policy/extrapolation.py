@@ -17,7 +17,7 @@ from lora_rl.next.factors import Factors, RankOne
 from lora_rl.next.recorder import Projection, Recorder
 from lora_rl.next.trajectory import Trajectory, Triplets
 from lora_rl.policy.export import export_peft
-from lora_rl.policy.state import whole
+from lora_rl.policy.state import forget_moments, whole
 from lora_rl.policy.trails import Trail, trails_of
 from lora_rl.policy.trainer import PolicyRank
 
@@ -81,10 +81,12 @@ class RankExtrapolation:
         dropped = {}
         if self._merge:
             self._rank.merged.set([*self._rank.merged.changes, changes])
-        for name, trail in () if self._merge else self._trails().items():
-            change = trail.part(changes[name])
-            if change.sigma != 0.0:
-                dropped[name] = trail.add(change, self._all_reduce)
+        else:
+            for name, trail in self._trails().items():
+                change = trail.part(changes[name])
+                if change.sigma != 0.0:
+                    dropped[name] = trail.add(change, self._all_reduce)
+            forget_moments(self._rank)
         way = self._gathered({n: [d] for n, d in self._recorder.distance(self._all_reduce).items()})
         lost = self._gathered({n: [d] for n, d in dropped.items()})
         if way is None or lost is None:

@@ -188,6 +188,19 @@ def _set_counters(rank: PolicyRank, counters: Mapping[str, float]) -> None:
                 inner.state[parameter]["step"] = torch.tensor(counters["step"], dtype=torch.float32)
 
 
+def forget_moments(rank: PolicyRank) -> None:
+    """Let the optimizer begin anew: no moments, and no steps that Adam's correction of young moments would count."""
+    for inner in _torch_optimizers(rank):
+        for state in inner.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        if not _counts_per_parameter(inner):
+            for group in inner.param_groups:
+                if "step" in group:
+                    group["step"] = 0
+
+
 def _whole_tensors(
     parts: Sequence[Mapping[str, tuple[torch.Tensor, int | None, bool]]],
 ) -> dict[str, torch.Tensor]:

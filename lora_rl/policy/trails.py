@@ -17,7 +17,6 @@ from lora_rl.lora.svd import Spectrum, spectrum_of
 from lora_rl.lora.targets import adapter_modules
 from lora_rl.next.factors import AllReduce, Factors, RankOne
 from lora_rl.next.writeback import into_adapter
-from lora_rl.policy.state import state_of
 from lora_rl.policy.trainer import PolicyRank
 
 
@@ -98,7 +97,6 @@ class LoraTrail:
         rows = new.a.chunk(self._tp_size)[self._tp_rank] if _is_split(self._a, 0) else new.a
         self._a.copy_(rows)
         self._b.copy_(new.b / self._scale)
-        _forget_moments(self.rank, self._a, self._b)
         return dropped
 
     @property
@@ -153,16 +151,8 @@ class SpectralTrail:
         theta = self.spectrum.theta
         step = change.sigma * float(change.v[0]) * change.u.double()
         theta.copy_((theta.double().cpu() + step.view(theta.shape)).float())
-        _forget_moments(self.rank, theta)
         return 0.0
 
 
 def _is_split(parameter: torch.nn.Parameter, dim: int) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False)) and parameter.partition_dim == dim
-
-
-def _forget_moments(rank: PolicyRank, *parameters: torch.nn.Parameter) -> None:
-    for parameter in parameters:
-        for value in state_of(rank, parameter, create=False).values():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                value.zero_()

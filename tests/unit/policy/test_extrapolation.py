@@ -68,8 +68,9 @@ def life(config: RunConfig) -> dict[str, Any]:
     before, saved = adapters(rank), broadcast((export_peft(rank.model), gather_state(rank)))
     report = broadcast(extrapolation.jump(changes))
     jumped = adapters(rank)
-    moments = broadcast(gather_state(rank)).moments
+    anew = broadcast(gather_state(rank))
     step(rank, 99)
+    after_jump, rate = adapters(rank), rank.learning_rate
     import_peft(rank.model, saved[0])
     load_state(rank, saved[1], with_random=True)
     back, state = adapters(rank), broadcast(gather_state(rank))
@@ -87,7 +88,9 @@ def life(config: RunConfig) -> dict[str, Any]:
         "before": before,
         "jumped": jumped,
         "report": report,
-        "moments": moments,
+        "anew": anew,
+        "after_jump": after_jump,
+        "rate": rate,
         "came back": all(np.array_equal(x, y) for n in before for x, y in zip(before[n], back[n], strict=True))
         and all(t.equal(saved[1].moments[k]) for k, t in state.moments.items())
         and all(t.equal(saved[1].random[k]) for k, t in state.random.items())
@@ -139,8 +142,16 @@ def test_a_jump_is_the_best_of_the_adapters_rank_and_starts_its_moments_anew(mod
         come += float(((whole(config, one["recorded"][-1][name]) - whole(config, one["recorded"][0][name])) ** 2).sum())
     assert one["report"]["dropped"] == pytest.approx(max(dropped), rel=1e-4)
     assert one["report"]["norm"] == pytest.approx((length / come) ** 0.5, rel=1e-6)
-    assert one["moments"]
-    assert not any(moment.any() for moment in one["moments"].values())
+    assert one["anew"].moments
+    assert not any(moment.any() for moment in one["anew"].moments.values())
+    assert one["anew"].counters["step"] == 0
+    # The first update of Adam is the learning rate in every entry; with old counts it would take these moments for old.
+    moved = [
+        np.abs(after - before) / one["rate"]
+        for name, pair in one["after_jump"].items()
+        for after, before in zip(pair, one["jumped"][name], strict=True)
+    ]
+    assert np.median(np.concatenate([m.ravel() for m in moved])) == pytest.approx(1.0, rel=0.01)
 
 
 def test_the_way_back_is_exact_and_snapshots_survive_being_written_down(one: dict[str, Any]) -> None:
