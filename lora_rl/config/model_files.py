@@ -18,6 +18,8 @@ _DESCRIPTIONS = Path(__file__).parent / "architectures"
 # Whose queries, keys and values have biases whatever config.json says.
 _BIASED_QUERIES = ("qwen2",)
 _NORMED_QUERIES = ("qwen3", "qwen3_moe")
+# The number of experts has a name of its own in each family.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class ModelFileError(ValueError):
@@ -101,10 +103,16 @@ def missing_files(folder: Path, part: Part) -> list[str]:
     if part == "tokenizer":
         needed = ["tokenizer.json", "tokenizer_config.json"]
     else:
-        index = folder / "model.safetensors.index.json"
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
-        needed = ["config.json", *(sorted(set(shards)) or ["model.safetensors"])]
+        needed = ["config.json", *weight_files(folder)]
     return [name for name in needed if not (folder / name).is_file()]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files that hold a model's weights; a folder may have others beside them, such as the
+    same weights under other names."""
+    index = folder / "model.safetensors.index.json"
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+    return sorted(set(shards)) or ["model.safetensors"]
 
 
 def _flat(model_name: str) -> str:
@@ -163,7 +171,7 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
         head_dim=size("head_dim") or (hidden // heads if hidden and heads else None),
         qkv_bias=kind in _BIASED_QUERIES or bool(text_model.get("attention_bias")),
         qk_norm=kind in _NORMED_QUERIES,
-        num_experts=size("num_experts") or size("num_local_experts"),
+        num_experts=next((n for name in _EXPERT_COUNTS if (n := size(name))), None),
         experts_per_token=size("num_experts_per_tok"),
         expert_size=size("moe_intermediate_size"),
     )

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from lora_rl.config.model_files import weight_files
 from lora_rl.lora.merge import merge
 from lora_rl.lora.peft_io import PeftAdapter
 
@@ -32,9 +33,9 @@ def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "
     """
     if out.exists():
         raise FileExistsError(f"{out} exists; choose a directory that does not")
-    files = sorted(base.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{base} has no .safetensors file: not a Hugging Face model directory (see --base)")
+    files = [base / name for name in weight_files(base)]
+    if lacking := [file.name for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"{base} has no {lacking[0]}: not a Hugging Face model directory (see --base)")
     unused = set(adapter.tensors)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:

@@ -57,7 +57,7 @@ def select_targets(
         where: configuration section to name in messages.
 
     Raises:
-        TargetError: naming every pattern that matches no linear, and the output layer of a tied model.
+        TargetError: naming every pattern that matches no linear, the output layer of a tied model, and experts.
     """
     linears = [n for n in module_names if n.rsplit(".", 1)[-1] in (*ADAPTABLE, "output_layer")]
     candidates = sorted({n.rsplit(".", 1)[-1] for n in linears})
@@ -77,9 +77,16 @@ def select_targets(
     if problems:
         raise TargetError("\n".join(problems))
     if patterns:
-        return {n for n in linears if any(matches(p, n) for p in patterns)}
-    adaptable = [n for n in linears if n.rsplit(".", 1)[-1] in ADAPTABLE]
-    return {n for n in adaptable if not any(matches(p, n) for p in excluded)}
+        selected = {n for n in linears if any(matches(p, n) for p in patterns)}
+    else:
+        adaptable = [n for n in linears if n.rsplit(".", 1)[-1] in ADAPTABLE]
+        selected = {n for n in adaptable if not any(matches(p, n) for p in excluded)}
+    if on_experts := sorted(n for n in selected if ".experts." in n):
+        raise TargetError(
+            f"{where}.target_modules: {on_experts[0]} is in the experts of this model, and adapters there are not "
+            "available: all experts of a rank would share one; use [linear_qkv, linear_proj]"
+        )
+    return selected
 
 
 def hf_linears(patterns: Sequence[str], excluded: Sequence[str]) -> list[str]:

@@ -86,7 +86,9 @@ class RankExtrapolation:
                 change = trail.part(changes[name])
                 if change.sigma != 0.0:
                     dropped[name] = trail.add(change, self._all_reduce)
-            forget_moments(self._rank)
+            # The same on every rank: those of an optimizer have one count of steps.
+            if any(change.sigma != 0.0 for change in changes.values()):
+                forget_moments(self._rank)
         way = self._gathered({n: [d] for n, d in self._recorder.distance(self._all_reduce).items()})
         lost = self._gathered({n: [d] for n, d in dropped.items()})
         if way is None or lost is None:

@@ -38,6 +38,8 @@ class MergedJumps:
         """Make the frozen weights the original ones plus these changes. Any other module stays as it is."""
         from megatron.core import parallel_state
 
+        if not changes and not self.changes:
+            return
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.changes = [dict(jump) for jump in changes]
         for name, weight in self._weights().items():

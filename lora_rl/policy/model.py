@@ -126,6 +126,11 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         # The gradient of a balancing loss would reach the adapters through the routers' inputs; routers are frozen.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        # Nor may the routers' own way to balance experts, a bias that moves at each step.
+        "moe_router_bias_update_rate": 0.0,
+        # With Transformer Engine installed the bridge asks for it, but Megatron's plain linears, such as those of
+        # adapters, need a kernel of Apex for it.
+        "gradient_accumulation_fusion": False,
         "seq_length": policy.max_total_sequence_length,
         "make_vocab_size_divisible_by": 1 if platform.name == "cpu" else 128,
     }

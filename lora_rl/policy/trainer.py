@@ -115,6 +115,10 @@ class PolicyRank:
         )
         model_config = self.model.module.config
         model_config.finalize_model_grads_func = finalize_model_grads
+        if config.policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce:
+            # Only the last microbatch of a step may start the reduction, and steps have different numbers of them.
+            [chunk] = self.model.chunks
+            model_config.no_sync_func = chunk.no_sync
         model_config.grad_scale_func = None
         model_config.timers = None
         self._gradients_checked = False

@@ -302,7 +302,7 @@ class Engine:
 
     def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache. Safe to repeat."""
-        if not self._asleep:
+        if self._asleep != {"weights", "kv_cache"}:
             self.llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lora_rl.cluster.memory import held_memory
+from lora_rl.config.model_files import weight_files
 from lora_rl.lora.merge import Fidelity, merge, seed_for
 from lora_rl.sync.device import entry_of
 from lora_rl.sync.errors import SyncError
@@ -238,8 +239,8 @@ class Checkpoint:
     @classmethod
     def open(cls, model: str) -> Checkpoint | None:
         """The checkpoint in a directory; None when there is none (a hub id, dummy weights)."""
-        files = sorted(Path(model).glob("*.safetensors"))
-        return cls(Path(model), files) if files else None
+        files = [Path(model) / name for name in weight_files(Path(model))]
+        return cls(Path(model), files) if all(file.is_file() for file in files) else None
 
     @property
     def names(self) -> set[str]:

@@ -197,7 +197,12 @@ class Extrapolation:
         alpha, reason = self._settings.alphas[0], "not measured"
         if self._settings.gate.enabled:
             rollouts = GateRollouts(self._job, self._config, self.ledger)
-            without, arms = measure(rollouts, self._settings.alphas, jump, lambda: self._restore(before))
+            try:
+                without, arms = measure(rollouts, self._settings.alphas, jump, lambda: self._restore(before))
+            except KeyboardInterrupt:
+                # What is kept of an interrupted run must not hold a jump that was only tried.
+                self._restore(before)
+                raise
             verdict = decide(without, arms, limits(self._config))
             alpha, reason = verdict.alpha, verdict.reason
             found |= _described(verdict)
@@ -224,8 +229,8 @@ class Extrapolation:
     def _restore(self, before: Taken) -> None:
         self._job.turns.to_trainer()
         self._job.policy.load_state(before.adapter, before.state, same_layout=before.same_layout)
-        if self._settings.write_back == "merge":
-            self._job.policy.extrapolation("set_merged", before.merged)
+        # Whatever `write_back` is now: the jump may be from before a restart with another configuration.
+        self._job.policy.extrapolation("set_merged", before.merged)
 
     def _push(self, source: RolloutSource) -> None:
         """Give the engines the policy's weights as a new version, whatever they held before."""

@@ -245,7 +245,7 @@ def extrapolation_of(
         if resume is not None and resume.extrapolation is not None and resume.extrapolation[0]["merged"]:
             raise ValueError(
                 f"{resume.path} holds jumps ahead that are merged into the weights: continue with "
-                "grpo.next.enabled=true; a high grpo.next.interval keeps it from jumping again"
+                "grpo.next.enabled=true; grpo.next.max_jumps keeps it from jumping again"
             )
         return None
     extrapolation = Extrapolation(job, config, console, timer)

@@ -20,6 +20,28 @@ def logits(folder: str) -> list[float]:
         return model(input_ids=torch.arange(3, 40)[None]).logits.flatten().tolist()
 
 
+def cuda_without_transformer_engine() -> dict[str, Any]:
+    """Whether a GPU platform without it can import the adapters; of a GPU only its number is asked here."""
+    import torch
+
+    from lora_rl.policy.platform import prepare
+
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    torch.cuda.set_device = lambda index: None
+    platform = prepare("cuda")
+    from megatron.bridge.peft import utils
+    from megatron.bridge.peft.lora import LoRA
+
+    return {
+        "engine": platform.transformer_engine,
+        "in bridge": utils.HAVE_TE,
+        "fused": [name for name, value in platform.provider_overrides.items() if value],
+        "overrides": len(platform.provider_overrides),
+        "lora": LoRA.__name__,
+        "left": "transformer_engine" in sys.modules,
+    }
+
+
 def cuda_without_a_gpu() -> dict[str, Any]:
     """What asking for `cuda` says and changes where there is none."""
     import torch

@@ -67,3 +67,10 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_versions_are_counted_as_the_loop_does() -> None:
+    """One push at the start and one after each step."""
+    [steps] = [int(o.partition("=")[2]) for o in gpu_check.SHORT if o.startswith("grpo.max_num_steps=")]
+    assert f"last(sync/version) == {steps + 1}" in gpu_check.EXACT
+    assert f"count(train/reward) == {steps}" in gpu_check.EXACT

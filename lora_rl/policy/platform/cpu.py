@@ -1,4 +1,4 @@
-"""CPU platform: the one place that patches Megatron, so that Megatron-Core and Megatron-Bridge run without CUDA.
+"""CPU platform: patches with which Megatron-Core and Megatron-Bridge run without CUDA.
 
 Both packages are written for GPUs: they name the device `"cuda"` in literals, keep a CUDA random-number tracker and
 assert CUDA tensor types. None of that is essential to their maths. Each function below removes one such assumption
@@ -9,15 +9,10 @@ caller asked for `cpu` on a machine with a GPU the patches apply to this process
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +20,7 @@ import torch.utils._device
 
 from lora_rl.cluster.memory import keep_freed_memory
 from lora_rl.policy.platform.base import Platform
+from lora_rl.policy.platform.without_te import UNFUSED, import_bridge
 
 # Tensor factories that Megatron calls with `device="cuda"`.
 _FACTORIES = (
@@ -44,17 +40,11 @@ _LIKE_FACTORIES = ("empty_like", "zeros_like", "ones_like", "full_like")
 
 # Fused kernels exist for CUDA only (or would be compiled by torch.compile at the first call, which takes minutes).
 _PROVIDER_OVERRIDES = {
+    **UNFUSED,
     "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
-    # Experts one by one: the grouped product and the fused permutation are kernels of Transformer Engine.
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
 }
 
 _prepared: Platform | None = None
@@ -85,11 +75,8 @@ def prepare(num_threads: int = 1) -> Platform:
     _redirect_current_device()
     _redirect_random_state()
     _silence_streams()
-    with _transformer_engine_placeholder():
-        import megatron.bridge  # noqa: F401 - imported here so that the patches surround it
+    import_bridge()
     _patch_megatron_core()
-    _allow_norms_of_split_sequences()
-    _patch_megatron_bridge()
     _prepared = Platform(
         name="cpu",
         device="cpu",
@@ -196,78 +183,6 @@ def _silence_streams() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
 
 
-class _Placeholder(types.ModuleType):
-    """A module whose attributes are empty classes: enough for annotations and isinstance checks at import time."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {"Sequential": type("Sequential", (), {})})
-
-
-class _PlaceholderDuring(importlib.abc.MetaPathFinder):
-    """Finds one module and shows `transformer_engine` to it, and to nothing else, while it executes."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._target:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            loader = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                package = _Placeholder("transformer_engine")
-                package.pytorch = _Placeholder("transformer_engine.pytorch")  # type: ignore[attr-defined]
-                sys.modules["transformer_engine"] = package
-                sys.modules["transformer_engine.pytorch"] = package.pytorch  # type: ignore[attr-defined]
-                try:
-                    execute(module)
-                finally:
-                    del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
-
-            loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-@contextlib.contextmanager
-def _transformer_engine_placeholder() -> Iterator[None]:
-    """`megatron.bridge.peft.lora_layers` imports Transformer Engine unconditionally, for annotations only.
-
-    A placeholder left in `sys.modules` would make other modules' guarded imports believe the engine is there.
-    """
-    if importlib.util.find_spec("transformer_engine") is not None:
-        yield
-        return
-    finder = _PlaceholderDuring("megatron.bridge.peft.lora_layers")
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-def _allow_norms_of_split_sequences() -> None:
-    """Under sequence parallelism Megatron refuses torch's norms, whose weights' gradients it could not sum over ranks.
-
-    Ours are frozen and have none. (Training all weights under sequence parallelism is refused by a rule.)
-    """
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    original = WrappedTorchNorm.__new__
-
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config.sequence_parallel:
-            config = copy.copy(config)
-            config.sequence_parallel = False
-        return original(cls, config, *args, **kwargs)
-
-    WrappedTorchNorm.__new__ = new
-
-
 def _patch_megatron_core() -> None:
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -292,12 +207,3 @@ def _patch_megatron_core() -> None:
     # The original asserts `torch.cuda.FloatTensor`; the optimizer module holds its own reference to the function.
     clip_grads.clip_grad_by_total_norm_fp32 = clip_grad_by_total_norm_fp32
     optimizer.clip_grad_by_total_norm_fp32 = clip_grad_by_total_norm_fp32
-
-
-def _patch_megatron_bridge() -> None:
-    import megatron.bridge.peft.utils as peft_utils
-
-    # Megatron-Core defines its Transformer Engine names as None when the engine is missing, which the bridge's
-    # "did the import succeed" test takes for presence.
-    if importlib.util.find_spec("transformer_engine") is None:
-        peft_utils.HAVE_TE = False

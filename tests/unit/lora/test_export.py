@@ -127,7 +127,7 @@ def test_a_failure_in_the_middle_leaves_nothing(models: dict[str, Path], tmp_pat
 
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"base has no \.safetensors file: .*see --base"):
+    with pytest.raises(FileNotFoundError, match=r"base has no model\.safetensors: .*see --base"):
         export_merged(tmp_path / "base", PeftAdapter({}), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -141,3 +141,20 @@ def test_the_example_ends_wrong_input_with_one_message(tmp_path: Path) -> None:
     [message] = done.stderr.splitlines()
     assert message.startswith(f"{tmp_path / 'adapter_model.safetensors'} does not exist")
     assert not (tmp_path / "out").exists()
+
+
+def test_other_weights_beside_the_model_are_not_taken_for_it(base: Path, tmp_path: Path) -> None:
+    """Some repositories have the same weights under other names beside them."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    from lora_rl.sync.receiver import Checkpoint
+
+    both = tmp_path / "both"
+    shutil.copytree(base, both)
+    save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, str(both / "consolidated.safetensors"))
+    assert Checkpoint.open(str(both)).names == Checkpoint.open(str(base)).names == tensors_of(base).keys()
+    export_merged(both, new_adapter(base), tmp_path / "merged")
+    assert not (tmp_path / "merged" / "consolidated.safetensors").exists()
+    assert tensors_of(tmp_path / "merged").keys() == tensors_of(base).keys()

@@ -74,3 +74,12 @@ def test_layer_numbers_become_global() -> None:
     assert global_name("module.output_layer", numbers) == "output_layer"
     # `layers.1` is no prefix of `layers.10`.
     assert global_name("decoder.layers.10.mlp", {"decoder.layers.1": 0}) == "decoder.layers.10.mlp"
+
+
+@pytest.mark.parametrize("patterns", [(), ("linear_fc1",), ("*.experts.*",)])
+def test_experts_are_refused_by_name(patterns: tuple[str, ...]) -> None:
+    """Also where the configuration could not know of them: a model that was not on this machine yet."""
+    model = [*MODEL, "decoder.layers.3.mlp.experts.linear_fc1", "decoder.layers.3.mlp.experts.linear_fc2"]
+    with pytest.raises(TargetError, match=r"layers\.3\.mlp\.experts\.linear_fc1 is in the experts of this model"):
+        select_targets(patterns, (), model, tied_output=False)
+    assert select_targets(("linear_qkv",), (), model, tied_output=False)

@@ -35,6 +35,12 @@ def test_cuda_without_a_gpu_is_a_clear_error_and_changes_nothing() -> None:
     assert not answer["megatron"]
 
 
+def test_a_gpu_without_transformer_engine_has_adapters_too() -> None:
+    found = ask("cuda_without_transformer_engine")
+    assert found.pop("overrides") >= 5
+    assert found == {"engine": False, "in bridge": False, "fused": [], "lora": "LoRA", "left": False}
+
+
 def test_an_unknown_platform_names_the_valid_ones() -> None:
     assert ask("unknown") == "cluster.platform='tpu': valid are 'cpu' and 'cuda'"
 

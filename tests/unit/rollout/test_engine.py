@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lora_rl.rollout.engine import Engine
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from tests.support.engine_process import EngineProcess
 from tests.support.hf import load_hf
@@ -202,3 +204,19 @@ def test_the_end_token_ends_unless_ignored(engine: EngineProcess, surveys: Calla
     for completion in ignored:
         assert completion.token_ids == (EOS,) * 5
         assert completion.stop_reason is StopReason.LENGTH
+
+
+def test_an_engine_that_is_half_awake_goes_back_to_sleep() -> None:
+    """After a push only the weights are on the device; they must leave it before the trainer computes again."""
+    calls: list[str] = []
+    engine = Engine.__new__(Engine)
+    engine._asleep = set()
+    engine.llm = SimpleNamespace(
+        sleep=lambda level: calls.append("sleep"), wake_up=lambda tags: calls.append("+".join(tags))
+    )
+    engine.sleep()
+    engine.sleep()
+    engine.wake(["weights"])
+    engine.sleep()
+    engine.wake(["weights", "kv_cache"])
+    assert calls == ["sleep", "weights", "sleep", "kv_cache+weights"]

@@ -10,7 +10,9 @@ import pytest
 
 from lora_rl.config import RunConfig
 from lora_rl.config.schema import SvdConfig
+from lora_rl.train.extrapolate import Extrapolation
 from lora_rl.train.grpo import extrapolation_of
+from lora_rl.train.job import restore_policy
 from tests.support.configs import tiny_config, with_peft
 from tests.support.models import make_model
 from tests.support.ranks import run_ranks
@@ -220,3 +222,57 @@ def test_merged_jumps_are_not_lost_by_switching_off(model: Path) -> None:
         extrapolation_of(None, config, None, None, resume)
     for harmless in (None, SimpleNamespace(extrapolation=None), SimpleNamespace(extrapolation=({"merged": 0}, {}))):
         assert extrapolation_of(None, config, None, None, harmless) is None
+
+
+class Recorded:
+    """A policy of which only the jumps in its weights are known."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.calls = config, []
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        self.calls.append("load_state")
+
+    def extrapolation(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        return []
+
+    def state(self) -> tuple[Any, Any]:
+        return None, None
+
+
+@pytest.mark.parametrize("mode", ["adapter_merge", "adapter"])
+def test_merged_jumps_are_refused_where_engines_would_not_get_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("lora_rl.train.extrapolation_state.merged_jumps", lambda saved: [{}])
+    monkeypatch.setattr("lora_rl.policy.merged_jumps.without_jumps", lambda adapter, count: adapter)
+    empty = {name: {} for name in ("moments", "counters", "flags", "random", "svd", "layout")}
+    resume = SimpleNamespace(path="checkpoints/step_5", adapter=None, extrapolation=({}, {}), **empty)
+    layout = SimpleNamespace(tp=1, pp=1, dp=1)
+    policy = Recorded(tiny_config(model, f"policy.generation.weight_sync.mode={mode}"))
+    with pytest.raises(ValueError, match=rf"weight_sync\.mode = {mode}: checkpoints/step_5 holds jumps ahead"):
+        restore_policy(resume, policy, layout)
+    assert policy.calls == []
+    merging = Recorded(tiny_config(model))
+    restore_policy(resume, merging, layout)
+    assert merging.calls == ["load_state", "set_merged"]
+
+
+@pytest.mark.parametrize("write_back", ["adapter", "merge"])
+def test_an_interrupted_gate_leaves_the_policy_as_it_was(
+    model: Path, monkeypatch: pytest.MonkeyPatch, write_back: str
+) -> None:
+    """What an interrupted run keeps must not hold a jump that was only tried."""
+    config = config_for(model, f"write_back={write_back}")
+    policy = Recorded(config)
+    job = SimpleNamespace(policy=policy, turns=SimpleNamespace(to_trainer=lambda: None))
+    extrapolation = Extrapolation(job, config, SimpleNamespace(info=print), None, among={})
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lora_rl.train.extrapolate.measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extrapolation._measured(5, SimpleNamespace(changes={}, predictor="scale"), None)
+    assert policy.calls == ["merged", "load_state", "set_merged"]
