@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -802,6 +803,13 @@ def test_broken_model_config_names_the_file(model_dir, refused, content, message
     violation = refused("grpo.seed=1")["policy.model_name"]
     assert str(model_dir / "config.json") in violation.problem
     assert message in violation.problem
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_experts_are_known_by_the_names_of_every_family(model_dir, refused, name):
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: 8}))
+    assert "in its experts" in refused(f"{TARGETS}=[linear_fc1]")[TARGETS].problem
 
 
 def test_nested_text_config_and_missing_kv_heads_are_understood(tmp_path, refused):
