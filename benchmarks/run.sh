@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The benchmarks of docs/benchmarks.md, one after the other, on an otherwise idle machine; writes docs/benchmarks.md and its pictures.
+# The benchmarks of docs/benchmarks.md, one after the other, on an otherwise idle machine; writes that page and its
+# pictures.
 #
 #   benchmarks/run.sh [FOLDER]     default: results/benchmarks; what is complete in it is not repeated
 # SEEDS (0,1,2) of the comparison with TRL and SIZES (1M,8M,30M,135M) of models make it shorter. With SMOLLM2, a folder

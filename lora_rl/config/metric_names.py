@@ -3,7 +3,6 @@
 import re
 
 _WORD = r"[\w.@+-]+"
-WORD = re.compile(_WORD, re.ASCII)
 METRIC_NAME = re.compile(rf"{_WORD}(/{_WORD})+", re.ASCII)
 ALLOWED = "letters, digits and _ . @ + -"
 

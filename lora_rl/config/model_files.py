@@ -98,6 +98,12 @@ def find_folder(model_name: str, part: Part = "weights") -> Path | None:
     return snapshot if snapshot and not missing_files(snapshot, part) else None
 
 
+def folder_or_id(model_name: str, part: Part = "weights") -> str:
+    """What to load a model from on this machine. Of a hub id, the files that the driver found or fetched; on another
+    node they may have to be fetched, by the id."""
+    return str(find_folder(model_name, part) or model_name)
+
+
 def missing_files(folder: Path, part: Part) -> list[str]:
     """Names of the files that a part of a model consists of and the folder has not."""
     if part == "tokenizer":

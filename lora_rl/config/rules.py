@@ -315,19 +315,16 @@ def target_needs_validation(config: RunConfig) -> Iterator[Violation]:
         yield Violation("sft.target_answer_probability", problem, target)
 
 
-def save_by_saves(config: RunConfig) -> Iterator[Violation]:
-    """Who says by when to save means to save."""
-    limit = config.checkpointing.checkpoint_must_save_by
-    if limit is not None and not config.checkpointing.enabled:
-        problem = "has no effect while checkpointing.enabled is false; set that to true or this to null"
-        yield Violation("checkpointing.checkpoint_must_save_by", problem, limit)
-
-
 def save_by_is_a_duration(config: RunConfig) -> Iterator[Violation]:
-    """days:hours:minutes:seconds, from which the front may be left out."""
-    text = config.checkpointing.checkpoint_must_save_by
-    if text is not None and not re.fullmatch(r"\d+(:\d+){0,3}", text):
+    """days:hours:minutes:seconds, from which the front may be left out; who says by when to save means to save."""
+    text, problem = config.checkpointing.checkpoint_must_save_by, ""
+    if text is None:
+        return
+    if not re.fullmatch(r"\d+(:\d+){0,3}", text):
         problem = "must be days:hours:minutes:seconds, such as 0:03:45:00"
+    elif not config.checkpointing.enabled:
+        problem = "has no effect while checkpointing.enabled is false; set that to true or this to null"
+    if problem:
         yield Violation("checkpointing.checkpoint_must_save_by", problem, text)
 
 
@@ -380,7 +377,6 @@ RULES: tuple[Rule, ...] = (
     sync_mode_fits,
     learning_rate_schedule,
     start_adapter_is_there,
-    save_by_saves,
     save_by_is_a_duration,
     all_weights_are_trained_plainly,
     target_needs_validation,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_rl.config.model_files import Part, find_folder, missing_files
+from lora_rl.config.schema import PolicyConfig
+from lora_rl.data.tokenizer import Tokenizer, load_tokenizer
 
 # Weights in other formats, and folders with other variants, are left there.
 _PATTERNS: dict[Part, list[str]] = {
@@ -43,3 +45,15 @@ def model_folder(model_name: str, part: Part = "weights") -> Path:
             f"model {model_name}: {', '.join(lacking)} cannot be had from the hub, nor is it in {folder}"
         )
     return folder
+
+
+def fetch_model(policy: PolicyConfig) -> Tokenizer:
+    """See that the model's files are on this machine, where ranks and engines look for them; its tokenizer.
+
+    Raises:
+        FileNotFoundError: see `model_folder` and `load_tokenizer`.
+        ValueError: see `load_tokenizer`.
+    """
+    model = model_folder(policy.model_name)
+    folder = model_folder(policy.tokenizer_name, "tokenizer")
+    return load_tokenizer(folder, policy.tokenizer.chat_template, model=model)

@@ -201,11 +201,10 @@ class PolicyActor:
         """See `save_model` in `lora_rl.policy.export`."""
         from pathlib import Path
 
-        from lora_rl.config.model_files import find_folder
+        from lora_rl.config.model_files import folder_or_id
         from lora_rl.policy.export import save_model
 
-        name = self._config.policy.model_name
-        save_model(self.rank.model, Path(path), find_folder(name) or Path(name))
+        save_model(self.rank.model, Path(path), Path(folder_or_id(self._config.policy.model_name)))
 
     def open_stream(self, backend: str, engines: list[Any], engine_tp: int, address: str, port: int) -> None:
         """Connect to the engines over `nccl` or `ipc`; see `DeviceSender.open`. Collective."""

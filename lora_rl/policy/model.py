@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lora_rl.config.model_files import find_folder
+from lora_rl.config.model_files import find_folder, folder_or_id
 from lora_rl.lora.init import initialise_adapters
 from lora_rl.lora.svd import install_spectrum
 from lora_rl.lora.targets import adapter_modules, global_name, layer_numbers, select_targets
@@ -91,9 +91,7 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         TargetError: a target module matches nothing, or must not be adapted.
         RuntimeError: something other than the adapters ended up trainable.
     """
-    # Of a hub id, the files that the driver found or fetched; on another node they may have to be fetched.
-    folder = find_folder(config.policy.model_name)
-    os.environ.setdefault("HF_HUB_OFFLINE", "0" if folder is None else "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "0" if find_folder(config.policy.model_name) is None else "1")
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.bridge.peft.lora import LoRA
@@ -102,7 +100,7 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
 
     policy, megatron = config.policy, config.policy.megatron_cfg
     dtype = _DTYPES[policy.precision]
-    bridge = AutoBridge.from_hf_pretrained(str(folder or policy.model_name), dtype=dtype)
+    bridge = AutoBridge.from_hf_pretrained(folder_or_id(policy.model_name), dtype=dtype)
     provider = bridge.to_megatron_provider()
     if not platform.transformer_engine:
         provider.transformer_layer_spec = local_layer_spec

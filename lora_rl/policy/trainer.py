@@ -276,8 +276,9 @@ class PolicyRank:
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
-        # Adapters have the only dropout there is.
-        modules = [a.dropout for a in adapter_modules(self.model.module).values() if a.dropout.training]
+        # Adapters have the only dropout there is. Mostly there is none, and no module to look for in every pass.
+        wanted = self.config.policy.megatron_cfg.peft.dropout > 0
+        modules = [a.dropout for a in adapter_modules(self.model.module).values()] if wanted else []
         for module in modules:
             module.eval()
         try:

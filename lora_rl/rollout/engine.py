@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_rl.cluster.memory import held_memory, keep_freed_memory
 from lora_rl.cluster.threads import set_threads
-from lora_rl.config.model_files import find_folder
+from lora_rl.config.model_files import find_folder, folder_or_id
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
 from lora_rl.sync.errors import SyncError
@@ -128,9 +128,8 @@ class Engine:
         # Left to itself, vLLM would use Ray inside a placement group, one bundle per GPU.
         options["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         self.llm = LLM(
-            # Of a hub id, the files that the driver found or fetched; on another node they may have to be fetched.
-            model=str(find_folder(settings.model) or settings.model),
-            tokenizer=str(find_folder(settings.tokenizer, "tokenizer") or settings.tokenizer),
+            model=folder_or_id(settings.model),
+            tokenizer=folder_or_id(settings.tokenizer, "tokenizer"),
             dtype=settings.dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             max_model_len=settings.max_model_len,

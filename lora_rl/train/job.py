@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lora_rl.cluster.nodes import is_alive
 from lora_rl.cluster.workers import Worker, wait
 from lora_rl.config.layout import platform_of
-from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer, model_folder
+from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, fetch_model, load_prompts
 from lora_rl.rewards import Scorer
 from lora_rl.rollout.queue import PromptQueue
 from lora_rl.train.resources import reserve
@@ -91,9 +91,7 @@ def load_data(config: RunConfig, warn: Callable[[str], None] = lambda _: None) -
             prompts to set some aside for the gate.
     """
     grpo, new = config.grpo, config.policy.generation.max_new_tokens
-    model = model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
-    folder = model_folder(config.policy.tokenizer_name, "tokenizer")
-    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template, model=model)
+    tokenizer = fetch_model(config.policy)
     train, held_out = load_prompts(config.data, tokenizer, warn)
     longest = min(config.policy.max_total_sequence_length, config.engine_max_model_len)
     what = f"policy.max_total_sequence_length {longest} - policy.generation.max_new_tokens {new}"

@@ -77,7 +77,6 @@ def _run(
         if resume is not None:
             # Before anything is written.
             check_fits(resume, same)
-    run_dir.mkdir(parents=True, exist_ok=True)
     if resume is not None:
         begin_with(run_dir / FILE_NAME, resume.metrics, warnings.append)
     (run_dir / "config.yaml").write_text(resolved_yaml(config))
@@ -104,12 +103,11 @@ def _run(
         store.folder.mkdir(parents=True, exist_ok=True)
         store.clean()
     told = {"warn": console.warn, "tell": console.info}
-    first_step = resume.step + 1 if resume is not None else 0 if continues else None
-    sinks = open_sinks(config, run_dir, continues=continues or resume is not None, first_step=first_step, **told)
-    monitor = Monitor(console.warn) if config.logger.monitor_gpus else None
-    code, failure = 0, ""
     # Records after the checkpoint will be computed again; with none, all of them.
     resume_step = resume.step if resume is not None else -1 if continues else None
+    sinks = open_sinks(config, run_dir, first_step=None if resume_step is None else resume_step + 1, **told)
+    monitor = Monitor(console.warn) if config.logger.monitor_gpus else None
+    code, failure = 0, ""
     limit = config.checkpointing.checkpoint_must_save_by if store is not None else None
     stop = Stop(saves=store is not None, limit_s=None if limit is None else seconds(limit), notify=console.warn)
     # The console is left last: trackers may warn when they are closed.

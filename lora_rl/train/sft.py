@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, load_prompts, load_tokenizer, model_folder
+from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, fetch_model, load_prompts
 from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
@@ -59,9 +59,7 @@ def load_examples(config: RunConfig, warn: Callable[[str], None] = lambda _: Non
     if sft.train_path is not None:
         source |= {"task": None, "train_path": sft.train_path, "val_path": sft.val_path}
     data = data.model_copy(update=source)
-    model = model_folder(config.policy.model_name)  # ranks and engines look for it where it then is
-    folder = model_folder(config.policy.tokenizer_name, "tokenizer")
-    tokenizer = load_tokenizer(folder, config.policy.tokenizer.chat_template, model=model)
+    tokenizer = fetch_model(config.policy)
     train, held_out = load_prompts(data, tokenizer, warn)
     for prompt in (*train, *held_out):
         if not prompt.answer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,6 +19,7 @@ from typing import Any
 
 from lora_rl.rollout.engine import EngineSettings, set_environment
 from lora_rl.sync.errors import SyncError
+from tests.support.processes import wait_gone
 
 START_SECONDS, CALL_SECONDS = 300, 120
 ERRORS = {"SyncError": SyncError, "ValueError": ValueError}
@@ -64,11 +64,9 @@ class EngineProcess:
     def close(self) -> None:
         """End the process."""
         self._pipe.close()
-        deadline = time.monotonic() + 10
-        while _runs(self._pid):
-            if time.monotonic() > deadline:
-                os.kill(self._pid, signal.SIGKILL)
-            time.sleep(0.02)
+        if wait_gone([self._pid], 10):
+            os.kill(self._pid, signal.SIGKILL)
+            wait_gone([self._pid])
 
     def _ask(self, how: str, calls: Any) -> list[Any]:
         if not self._started:
@@ -129,14 +127,6 @@ def _be_template(settings: EngineSettings, pipe: Connection) -> None:
             _serve(asked, theirs)
         theirs.close()
         pipe.send(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _serve(settings: EngineSettings, pipe: Connection) -> None:

@@ -6,13 +6,13 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import check as gpu_check
 from tests.gpu.check import CHECKS, Failed, groups, longest_s
+from tests.support.processes import wait_gone
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10}
@@ -53,20 +53,10 @@ def test_what_is_over_its_limit_leaves_no_process(monkeypatch: pytest.MonkeyPatc
     said = str(failure.value).splitlines()
     assert ("ended it" in said) == (manner == "polite")
     pids = [int(pid) for pid in said[1].split()]
-    end = time.monotonic() + 5
-    while any(map(runs, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    left = [pid for pid in pids if runs(pid)]
+    left = wait_gone(pids)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(pids) == 2 and not left
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_versions_are_counted_as_the_loop_does() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 # Fields of a model provider that choose kernels of Transformer Engine or Apex.
 UNFUSED = {
-    "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,

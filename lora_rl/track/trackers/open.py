@@ -20,19 +20,17 @@ def open_sinks(
     *,
     warn: Callable[[str], None],
     tell: Callable[[str], None],
-    continues: bool = False,
     first_step: int | None = None,
 ) -> list[Sink]:
     """Every tracker that `logger` enables, each behind its own queue; nothing is started before the first step.
 
     Args:
         warn, tell: take a line for the user, from any thread.
-        continues: an earlier start of this run has been recorded there.
-        first_step: of a run that continues, the first step that is recorded anew.
+        first_step: of a run that continues where an earlier start was recorded, the first step that is recorded anew.
     """
     settings = config.logger
     # Everything that was set, as the run folder's config.yaml has it.
-    shared = {"folder": str(run_dir), "config": config.model_dump(mode="json"), "continues": continues}
+    shared = {"folder": str(run_dir), "config": config.model_dump(mode="json"), "continues": first_step is not None}
     sinks: list[Sink] = []
     if settings.tensorboard_enabled:
         sinks.append(BackgroundSink(TensorBoardSink(run_dir / "tensorboard", first_step), "TensorBoard", warn))

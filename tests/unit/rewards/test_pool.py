@@ -19,6 +19,7 @@ import pytest
 from lora_rl.config.schema import RewardConfig
 from lora_rl.rewards import RewardError, Scorer, ScoreRequest
 from tests.support import reward_functions
+from tests.support.processes import running, wait_gone
 
 FILE = reward_functions.__file__
 ROOT = Path(__file__).parents[3]
@@ -43,22 +44,6 @@ def reasons(scorer: Scorer, *completions: str, metadata: dict[str, Any] | None =
     return [
         s.reason.value for s in scorer.score([ScoreRequest(c, "right", metadata=metadata or {}) for c in completions])
     ]
-
-
-def running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_gone(pids: list[int], seconds: float = 5.0) -> list[int]:
-    """The processes that are still there after so long."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(map(running, pids)):
-        time.sleep(0.02)
-    return [pid for pid in pids if running(pid)]
 
 
 def worker_pids(scorer: Scorer) -> list[int]:

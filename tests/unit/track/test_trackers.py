@@ -44,7 +44,13 @@ def config_with(*overrides: str) -> RunConfig:
 def record(config: RunConfig, run_dir: Path, records: list[dict], resume_step: int | None = None) -> tuple[list, list]:
     """Records of a run through the sinks of its configuration; what the user was warned of and told."""
     warnings, told = [], []
-    sinks = open_sinks(config, run_dir, warn=warnings.append, tell=told.append, continues=resume_step is not None)
+    sinks = open_sinks(
+        config,
+        run_dir,
+        warn=warnings.append,
+        tell=told.append,
+        first_step=None if resume_step is None else resume_step + 1,
+    )
     with RunRecorder(run_dir, sinks=sinks, resume_step=resume_step, warn=warnings.append) as recorder:
         for entry in records:
             recorder.log(entry["step"], {name: value for name, value in entry.items() if "/" in name})
@@ -164,9 +170,7 @@ def test_tensorboard_hides_steps_that_a_continued_run_records_anew(tmp_path: Pat
 
     config = config_with("logger.tensorboard_enabled=true")
     for first_step, steps, value in ((None, (1, 2, 3, 4), 0.1), (3, (3, 4), 0.9)):
-        (sink,) = open_sinks(
-            config, tmp_path, warn=print, tell=print, continues=first_step is not None, first_step=first_step
-        )
+        (sink,) = open_sinks(config, tmp_path, warn=print, tell=print, first_step=first_step)
         for step in steps:
             sink.log(step, {"train/reward": value})
         sink.close()
