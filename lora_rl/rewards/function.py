@@ -113,7 +113,9 @@ def to_result(returned: Any) -> RewardResult:
     """
     if isinstance(returned, RewardResult):
         bad = [v for v in (returned.value, *returned.components.values()) if _number(v) is None]
-        return failed(RewardReason.INVALID_VALUE, f"it returned {returned!r}") if bad else returned
+        if bad:
+            return failed(RewardReason.INVALID_VALUE, f"it returned {returned!r}")
+        return _unless_unnameable(returned)
     parts: dict[str, float] = {}
     value = returned
     if isinstance(returned, Mapping):
@@ -123,16 +125,21 @@ def to_result(returned: Any) -> RewardResult:
         for name, part in returned.items():
             if (number := _number(part)) is None:
                 return failed(RewardReason.INVALID_VALUE, f"it returned {name} = {_short(part)}, which is no number")
-            if not is_metric_part(str(name)):
-                problem = f"it returned a part called {_short(name)}; the name of a metric has {ALLOWED} only"
-                return failed(RewardReason.INVALID_VALUE, problem)
             if name != "reward":
                 parts[str(name)] = number
     number = _number(value)
     if number is None:
         return failed(RewardReason.INVALID_VALUE, f"it returned {_short(value)}, which is no finite number")
     reason = RewardReason.CORRECT if number >= 1 else RewardReason.PARTIAL if number > 0 else RewardReason.WRONG
-    return RewardResult(number, reason, parts)
+    return _unless_unnameable(RewardResult(number, reason, parts))
+
+
+def _unless_unnameable(result: RewardResult) -> RewardResult:
+    for name in result.components:
+        if not is_metric_part(name):
+            problem = f"it returned a part called {_short(name)}; the name of a metric has {ALLOWED} only"
+            return failed(RewardReason.INVALID_VALUE, problem)
+    return result
 
 
 def _number(value: Any) -> float | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rl.rewards import RewardError, RewardReason, ScoreRequest
+from lora_rl.rewards import RewardError, RewardReason, RewardResult, ScoreRequest
 from lora_rl.rewards.function import FunctionVerifier, load_function, to_result
 from tests.support import reward_functions
 
@@ -118,6 +118,7 @@ def test_a_file_may_import_its_neighbour_and_use_dataclasses(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["length penalty", "a:b", "L\u00e4nge"])
 def test_a_part_that_cannot_be_a_metric_is_an_invalid_value(name: str) -> None:
-    result = to_result({"reward": 1.0, name: 0.5})
-    assert (result.value, result.reason) == (0.0, RewardReason.INVALID_VALUE)
-    assert "the name of a metric has letters, digits" in result.message
+    for returned in ({"reward": 1.0, name: 0.5}, RewardResult(1.0, RewardReason.CORRECT, {name: 0.5})):
+        result = to_result(returned)
+        assert (result.value, result.reason) == (0.0, RewardReason.INVALID_VALUE)
+        assert "the name of a metric has letters, digits" in result.message
