@@ -11,6 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -45,8 +46,11 @@ class EngineProcess:
     fork of it and throws the fork away."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        # In a fork of a process whose OpenMP has several threads, the first parallel loop waits for threads that are
+        # not there: with one thread `trial` works whatever OMP_NUM_THREADS says.
+        settings = replace(settings, num_threads=1)
         # What `set_environment` makes of the settings is read by the import.
-        key = (settings.platform, settings.kv_cache_gib, settings.num_threads, settings.enforce_eager)
+        key = (settings.platform, settings.kv_cache_gib, settings.enforce_eager)
         if key not in _templates:
             _templates[key] = Template(settings)
         self._pipe, self._pid = _templates[key].fork(settings)
