@@ -23,13 +23,16 @@ def trajectory_can_be_predicted(config: RunConfig) -> Iterator[Violation]:
 
 
 def run_comes_to_a_proposal(config: RunConfig) -> Iterator[Violation]:
-    """The first proposal needs all snapshots, and a step after it to be of use."""
+    """The first proposal needs all snapshots, and after it the steps of its watch, or one to be of use."""
     section, steps = config.grpo.next, config.grpo.max_num_steps
-    first = section.interval * section.snapshots
-    if section.enabled and first >= steps:
+    first, after = section.interval * section.snapshots, section.steps_after_jump
+    if section.enabled and first + after > steps:
+        largest = (steps - after) // section.snapshots
+        advice = f"or a value up to {largest}" if largest > 0 else "or more grpo.max_num_steps"
         problem = (
-            f"the first jump would be proposed after {section.interval} x {section.snapshots} = {first} steps, and the "
-            f"run ends after {steps}; use fewer {PREFIX}.snapshots or a value below {-(-steps // section.snapshots)}"
+            f"the first jump would be proposed after {section.interval} x {section.snapshots} = {first} steps, with "
+            f"{after} to come ({PREFIX}.watch.patience, or 1), and the run ends after {steps}; use fewer "
+            f"{PREFIX}.snapshots {advice}"
         )
         yield Violation(f"{PREFIX}.interval", problem, section.interval)
 
@@ -71,10 +74,23 @@ def merged_jumps_reach_the_engine(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{PREFIX}.write_back", problem, "merge")
 
 
+def merged_jumps_are_not_rounded_away(config: RunConfig) -> Iterator[Violation]:
+    """In bfloat16 a weight of 0.02 has a spacing of 1e-4, more than most entries of a jump."""
+    section, precision = config.grpo.next, config.policy.precision
+    if section.enabled and section.write_back == "merge" and precision != "float32":
+        preset = f", which {PREFIX}.preset {section.preset} sets" if section.preset == "paper" else ""
+        problem = (
+            f"adds jumps to the frozen weights{preset}, and policy.precision {precision} would round most of a jump "
+            "away; use adapter, which are float32 whatever the precision, or float32 weights"
+        )
+        yield Violation(f"{PREFIX}.write_back", problem, "merge")
+
+
 NEXT_RULES = (
     trajectory_can_be_predicted,
     run_comes_to_a_proposal,
     alphas_can_be_compared,
     jumps_of_singular_values_stay_there,
     merged_jumps_reach_the_engine,
+    merged_jumps_are_not_rounded_away,
 )

@@ -7,9 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A normal bound for the mean needs some prompts.
-LEAST_PROMPTS = 16
-
 
 @dataclass(frozen=True)
 class Measured:

@@ -13,6 +13,7 @@ class Ledger:
         optimizer_steps: taken in all, those undone by rollbacks included.
         wasted_steps: of those, the ones that rollbacks undid.
         generated_tokens, trained_tokens: by training steps.
+        scored_tokens: tokens that training steps ran the trainer over for old and reference logprobs.
         gate_generated_tokens: completions of the gate's prompts, for every alpha and without a jump.
         gate_scored_tokens: tokens the trainer ran over to measure the KL of jumps.
         seconds: wall time of steps, the gate's included.
@@ -24,6 +25,7 @@ class Ledger:
     wasted_steps: int = 0
     generated_tokens: int = 0
     trained_tokens: int = 0
+    scored_tokens: int = 0
     gate_generated_tokens: int = 0
     gate_scored_tokens: int = 0
     seconds: float = 0.0
@@ -32,11 +34,12 @@ class Ledger:
     accepted: int = 0
     rolled_back: int = 0
 
-    def step(self, *, optimizer_steps: int, generated: int, trained: int) -> None:
+    def step(self, *, optimizer_steps: int, generated: int, trained: int, scored: int) -> None:
         """Book a training step."""
         self.optimizer_steps += optimizer_steps
         self.generated_tokens += generated
         self.trained_tokens += trained
+        self.scored_tokens += scored
 
     def gate(self, *, generated: int, scored: int) -> None:
         """Book what one set of weights cost to measure."""
@@ -51,7 +54,7 @@ class Ledger:
     @property
     def tokens(self) -> int:
         """Everything that was generated or that the trainer ran over."""
-        own = self.generated_tokens + self.trained_tokens
+        own = self.generated_tokens + self.trained_tokens + self.scored_tokens
         return own + self.gate_generated_tokens + self.gate_scored_tokens
 
     def metrics(self) -> dict[str, float]:

@@ -62,9 +62,10 @@ def propose(
     tests: dict[str, BackTest] = {}
     if settings.is_backtested:
         count = next(iter(known.values())).count
+        # The same for all: cosines of different snapshots could not be compared.
+        learnt = any(isinstance(predictor, NextMLP) for predictor in among.values())
+        at = folds(count, settings.horizon, most=settings.backtest_folds, learnt=learnt)
         for name, predictor in among.items():
-            learnt = isinstance(predictor, NextMLP)
-            at = folds(count, settings.horizon, most=settings.backtest_folds, learnt=learnt)
             proposals = walk_forward(predictor, known, at)
             tests[name] = judge(proposals, project(proposals, at))
         chosen = best(tests, settings.min_backtest_cos)

@@ -26,11 +26,6 @@ class Recorder:
         self._capacity = capacity
         self.snapshots: list[Snapshot] = []
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next snapshot pushes out the oldest."""
-        return len(self.snapshots) == self._capacity
-
     def record(self, factors: Snapshot) -> None:
         """Keep copies of the adapters as they are."""
         own = {n: Factors(_copy(f.a), _copy(f.b), f.a_split, f.b_split) for n, f in factors.items()}

@@ -69,12 +69,14 @@ class PolicyGroup:
 
     Attributes:
         moved: whether the last training step changed the adapters; not when its learning rate had decayed to 0.
+        scored_tokens: tokens, prompts included, that all calls of `logprobs` ran over.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, workers: Sequence[Worker]) -> None:
         self.config, self.layout, self.workers = config, layout, list(workers)
         self._timeout = config.cluster.step_timeout_s
         self.moved = False
+        self.scored_tokens = 0
 
     def train(
         self, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, old_logprobs: np.ndarray | None = None
@@ -150,6 +152,7 @@ class PolicyGroup:
         Args:
             temperature: divides the logits; None: the sampling temperature.
         """
+        self.scored_tokens += int(batch.lengths.sum())
         shards, cuts = self._cut(batch, sequences=self.config.policy.logprob_batch_size)
         options = {"reference": reference, "temperature": temperature}
         calls = self._call_all("logprobs", lambda dp: ((batch.take(shards[dp]), cuts[dp]), options))

@@ -161,6 +161,7 @@ class AsyncRolloutSource:
                 self._changed.wait(0.5)
             given_up = [*(flight.group for flight in flights), *(ready.group for ready in self._buffer.values())]
             self._filter.forget(len(self._buffer))
+            self._filter.forget_rewards()
             self._buffer.clear()
             self._queue.put_back(given_up)
             self._counts["dropped"] += len(given_up)

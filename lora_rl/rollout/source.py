@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -220,6 +221,7 @@ class DynamicSampling:
         self._wanted = grpo.num_prompts_per_step
         self._by_component = grpo.adv_estimator.name == "gdpo"
         self.kept = self.generated = self.tokens = 0
+        self._rewards: list[float] = []
 
     def keep(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether to train on a group.
@@ -229,20 +231,24 @@ class DynamicSampling:
         """
         self.generated += 1
         self.tokens += sum(len(r.completion.token_ids) for r in rollouts)
-        if not self.enabled or is_informative(rollouts, by_component=self._by_component):
-            self.kept += 1
-            return True
-        if self.generated >= self._limit and self.kept < self._wanted:
+        self._rewards.append(statistics.fmean(r.reward for r in rollouts))
+        is_kept = not self.enabled or is_informative(rollouts, by_component=self._by_component)
+        self.kept += is_kept
+        if self.enabled and self.generated >= self._limit and self.kept < self._wanted:
             raise ValueError(
                 f"grpo.dynamic_sampling_max_gen_batches: {self._rounds} batches were generated and only {self.kept} of "
                 f"{self.generated} groups have different rewards, {self._wanted} are needed: the prompts are all too "
                 "easy or too hard for this model. Use other prompts, more completions per prompt, or raise the bound"
             )
-        return False
+        return is_kept
 
     def forget(self, count: int) -> None:
         """As many groups that were kept are given up; others take their place, and are counted instead."""
         self.kept, self.generated = max(self.kept - count, 0), max(self.generated - count, 0)
+
+    def forget_rewards(self) -> None:
+        """Rewards so far say nothing of the weights from here on."""
+        self._rewards = []
 
     def start_step(self) -> dict[str, float]:
         """Count anew; what was counted for the last step."""
@@ -250,7 +256,10 @@ class DynamicSampling:
         if self.enabled:
             counted["rollout/generated_groups"] = self.generated
             counted["rollout/kept_share"] = self.kept / max(self.generated, 1)
+            if self._rewards:
+                counted[names.GENERATED_REWARD] = statistics.fmean(self._rewards)
         self.kept = self.generated = self.tokens = 0
+        self.forget_rewards()
         return counted
 
 

@@ -13,6 +13,8 @@ VAL_NLL = "val/nll"
 ACCURACY = "val/accuracy"  # on held-out prompts, 0 to 1
 # Tokens of all completions that were sampled for a step, those of groups that dynamic sampling drops included.
 GENERATED_TOKENS = "rollout/generated_tokens"
+# With dynamic sampling only: mean reward of all groups that were generated for a step, also of those it drops.
+GENERATED_REWARD = "rollout/generated_reward"
 
 # Of asynchronous runs only. Ages count weight versions between sampling and training.
 AGE = "rollout/age_mean"

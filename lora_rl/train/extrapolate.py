@@ -66,6 +66,7 @@ class Extrapolation:
         since: snapshots since then.
         retry_at: the first of them at which a jump may be proposed.
         rewards: of the last steps.
+        trail: the settings with which it is recorded.
     """
 
     def __init__(
@@ -89,12 +90,22 @@ class Extrapolation:
         self.origin = self.since = 0
         self.retry_at = self._settings.snapshots
         self.rewards: deque[float] = deque(maxlen=max(self._settings.watch.patience, 1))
+        self.trail = self._trail_settings()
         self._clock = time.perf_counter()
+        self._scored = job.policy.scored_tokens
 
     def start(self, step: int = 0) -> None:
         """The trajectory begins with the weights as they are."""
         self._job.policy.extrapolation("clear")
         self.origin, self.since, self.retry_at = step, 0, self._settings.snapshots
+        self.trail = self._trail_settings()
+
+    def settle(self, step: int) -> None:
+        """After the state was loaded: a trail of other settings than those of now is not continued."""
+        if self.trail != self._trail_settings():
+            before = ", ".join(f"grpo.next.{name} {value}" for name, value in self.trail.items())
+            self._console.info(f"jumps ahead: the trail was recorded with {before}; a new one begins")
+            self.start(step)
 
     def after_step(
         self,
@@ -103,23 +114,29 @@ class Extrapolation:
         kept: Sequence[Rollout],
         trained: Mapping[str, float],
         source: RolloutSource,
+        *,
+        left: int,
     ) -> dict[str, float]:
         """Everything that happens between this step and the next.
 
         Args:
             rollouts, kept, trained: what the step generated, trained on, and reported.
             source: halted while weights change that no optimizer step has changed.
+            left: steps to come. A jump is only proposed if it can be trained on, and watched to the end.
 
         Returns:
             Metrics of `next/`: the ledger, and what was proposed, measured and decided.
         """
-        reward = statistics.fmean(r.reward for r in rollouts)
+        generated = source.metrics()
+        # Groups that dynamic sampling drops count, too: those it keeps have much the same reward whatever the policy.
+        reward = generated.get(names.GENERATED_REWARD, statistics.fmean(r.reward for r in rollouts))
         updates = int(trained.get("optimizer_steps", 0))
         self.rewards.append(reward)
         self.ledger.step(
             optimizer_steps=updates,
-            generated=int(source.metrics()[names.GENERATED_TOKENS]),
+            generated=int(generated[names.GENERATED_TOKENS]),
             trained=sum(r.length for r in kept),
+            scored=self._job.policy.scored_tokens - self._scored,
         )
         began = time.perf_counter()
         found: dict[str, float] = {}
@@ -127,13 +144,18 @@ class Extrapolation:
             if self.taken is not None:
                 found |= self._watch(step, reward, updates, source)
             if step > self.origin and (step - self.origin) % self._settings.interval == 0:
-                found |= self._snapshot(step, source)
+                found |= self._snapshot(step, source, left)
+        # What the gate scored is booked as its own.
+        self._scored = self._job.policy.scored_tokens
         now = time.perf_counter()
         self.ledger.time(now - self._clock, gate=now - began)
         self._clock = now
         return {**found, **self.ledger.metrics()}
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _trail_settings(self) -> dict[str, int]:
+        return {"interval": self._settings.interval, "snapshots": self._settings.snapshots}
 
     def _watch(self, step: int, reward: float, updates: int, source: RolloutSource) -> dict[str, float]:
         assert self.taken is not None
@@ -159,10 +181,12 @@ class Extrapolation:
         self.start(step)
         return {"next/undone": 1.0}
 
-    def _snapshot(self, step: int, source: RolloutSource) -> dict[str, float]:
+    def _snapshot(self, step: int, source: RolloutSource, left: int) -> dict[str, float]:
         self._job.policy.extrapolation("record")
         self.since += 1
         most = self._settings.max_jumps
+        if left < self._settings.steps_after_jump:
+            return {}
         if self.taken is not None or self.since < self.retry_at or (most is not None and self.ledger.accepted >= most):
             return {}
         self.ledger.proposed += 1

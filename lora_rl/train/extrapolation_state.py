@@ -45,6 +45,7 @@ def save_extrapolation(extrapolation: Extrapolation, policy: PolicyGroup) -> Sav
         "since": extrapolation.since,
         "retry_at": extrapolation.retry_at,
         "rewards": list(extrapolation.rewards),
+        "trail": extrapolation.trail,
         "taken": None,
     }
     if (taken := extrapolation.taken) is not None:
@@ -81,6 +82,7 @@ def load_extrapolation(extrapolation: Extrapolation, saved: SavedExtrapolation, 
     extrapolation.ledger = Ledger(**plain["ledger"])
     extrapolation.origin, extrapolation.since = plain["origin"], plain["since"]
     extrapolation.retry_at = plain["retry_at"]
+    extrapolation.trail = plain["trail"]
     extrapolation.rewards = deque(plain["rewards"], maxlen=extrapolation.rewards.maxlen)
     if (taken := plain["taken"]) is None:
         return

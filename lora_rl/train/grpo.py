@@ -174,7 +174,9 @@ def train(
                 if probing:
                     synced["sync/parity"] = job.weights.check_parity(job.probes, parity_tolerance(config))
                 job.turns.note("sync")
-            jumped = extrapolation.after_step(step, rollouts, kept, trained, source) if extrapolation else {}
+            jumped: dict[str, float] = {}
+            if extrapolation is not None:
+                jumped = extrapolation.after_step(step, rollouts, kept, trained, source, left=last_step - step)
             validated, held_out_samples = {}, []
             if is_validation_step(step, last_step, config):
                 validated, held_out_samples = validate(job, config, timer, validation_log, step)
@@ -236,21 +238,13 @@ def saving_if_it_fails(
 def extrapolation_of(
     job: Job, config: RunConfig, console: Console, timer: PhaseTimer, resume: Checkpoint | None
 ) -> Extrapolation | None:
-    """What `grpo.next` asks for, at its start or as a checkpoint left it; None where it is off.
-
-    Raises:
-        ValueError: it is off, but the checkpoint holds merged jumps, which no later checkpoint would.
-    """
+    """What `grpo.next` asks for, at its start or as a checkpoint left it; None where it is off."""
     if not config.grpo.next.enabled:
-        if resume is not None and resume.extrapolation is not None and resume.extrapolation[0]["merged"]:
-            raise ValueError(
-                f"{resume.path} holds jumps ahead that are merged into the weights: continue with "
-                "grpo.next.enabled=true; grpo.next.max_jumps keeps it from jumping again"
-            )
         return None
     extrapolation = Extrapolation(job, config, console, timer)
     if resume is not None and resume.extrapolation is not None:
         load_extrapolation(extrapolation, resume.extrapolation, job.policy)
+        extrapolation.settle(resume.step)
     else:
         extrapolation.start(resume.step if resume is not None else 0)
     return extrapolation
@@ -353,7 +347,7 @@ def validate(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], signal: LearningSignal) -> dict[str, float]:
-    """Rewards, lengths and reasons over *all* rollouts of the step, before any group is dropped."""
+    """Rewards, lengths and reasons over all rollouts of the step; with dynamic sampling, over the groups it kept."""
     import numpy as np
 
     rewards = np.array([r.reward for r in rollouts])

@@ -314,11 +314,7 @@ def start_adapter(config: RunConfig) -> PeftAdapter | None:
 
 
 def restore_policy(resume: Checkpoint, policy: PolicyGroup, layout: Layout) -> None:
-    """Give the ranks the adapters and the training state of a checkpoint.
-
-    Raises:
-        ValueError: it holds jumps in the frozen weights, which engines only get where whole weights are pushed.
-    """
+    """Give the ranks the adapters and the training state of a checkpoint."""
     from lora_rl.policy.merged_jumps import without_jumps
     from lora_rl.policy.state import PolicyState
     from lora_rl.train.extrapolation_state import merged_jumps
@@ -326,12 +322,6 @@ def restore_policy(resume: Checkpoint, policy: PolicyGroup, layout: Layout) -> N
     state = PolicyState(resume.moments, resume.counters, resume.flags, resume.random, resume.svd)
     same = resume.layout == {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
     jumps = merged_jumps(resume.extrapolation) if resume.extrapolation is not None else []
-    mode = policy.config.policy.generation.weight_sync.mode
-    if jumps and mode != "merged":
-        raise ValueError(
-            f"policy.generation.weight_sync.mode = {mode}: {resume.path} holds jumps ahead that are merged into the "
-            "weights, which only mode merged brings to the engines; continue with that"
-        )
     policy.load_state(without_jumps(resume.adapter, len(jumps)), state, same_layout=same)
     if jumps:
         policy.extrapolation("set_merged", jumps)

@@ -146,6 +146,29 @@ def check_fits(checkpoint: Checkpoint, current: dict[str, Any]) -> None:
         )
 
 
+def check_keeps_jumps(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Refuse to continue with settings under which jumps ahead that are merged into the weights would be lost.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    if checkpoint.extrapolation is None or not checkpoint.extrapolation[0]["merged"]:
+        return
+    mode, precision = config.policy.generation.weight_sync.mode, config.policy.precision
+    wrong = [
+        # No later checkpoint would hold them.
+        (not config.grpo.next.enabled, "grpo.next.enabled = false", "true; grpo.next.max_jumps prevents further jumps"),
+        (mode != "merged", f"policy.generation.weight_sync.mode = {mode}", "merged: no other brings them to engines"),
+        (precision != "float32", f"policy.precision = {precision}", "float32: others would round them away"),
+    ]
+    lines = [f"  {what}; continue with {instead}" for is_wrong, what, instead in wrong if is_wrong]
+    if lines:
+        raise CheckpointError(
+            f"{checkpoint.path} holds jumps ahead that are merged into the weights, and would lose them:\n"
+            + "\n".join(lines)
+        )
+
+
 def is_save_step(step: int, last_step: int, config: RunConfig) -> bool:
     """Every `save_period` steps, and after the last."""
     return step % config.checkpointing.save_period == 0 or step == last_step

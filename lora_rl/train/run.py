@@ -23,7 +23,7 @@ from lora_rl.train.checkpoint import Checkpoint, CheckpointError
 from lora_rl.train.grpo import ADAPTER_FOLDER, run_grpo
 from lora_rl.train.job import load_data
 from lora_rl.train.reporting import reporting
-from lora_rl.train.resume import Stop, check_fits, checkpoint_folder, identity, open_store, seconds
+from lora_rl.train.resume import Stop, check_fits, check_keeps_jumps, checkpoint_folder, identity, open_store, seconds
 from lora_rl.train.run_lock import FolderLocks, in_use
 from lora_rl.train.sft import MODEL_FOLDER, load_examples, run_sft
 
@@ -77,6 +77,7 @@ def _run(
         if resume is not None:
             # Before anything is written.
             check_fits(resume, same)
+            check_keeps_jumps(resume, config)
     if resume is not None:
         begin_with(run_dir / FILE_NAME, resume.metrics, warnings.append)
     (run_dir / "config.yaml").write_text(resolved_yaml(config))

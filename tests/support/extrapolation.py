@@ -39,6 +39,7 @@ class LocalPolicy:
             merge=section.write_back == "merge",
         )
         self.layout = SimpleNamespace(tp=1, pp=1, dp=1)
+        self.scored_tokens = 0
         self.gradient_step(0)
         self._start = {n: tuple(w.detach().clone() for w in pair) for n, pair in self._weights().items()}
 
@@ -60,6 +61,7 @@ class LocalPolicy:
         load_state(self.rank, state, with_random=same_layout)
 
     def logprobs(self, batch: Any) -> np.ndarray:
+        self.scored_tokens += int(batch.lengths.sum())
         return self.rank.logprobs(batch, [list(range(len(batch)))])
 
     def gradient_step(self, seed: int) -> None:
@@ -171,9 +173,14 @@ class KnownRewards:
 
 @dataclass
 class RecordedSource:
-    """A source that notes when it was halted and pushed to."""
+    """A source that notes when it was halted and pushed to.
+
+    Attributes:
+        reward: of everything it generated, as dynamic sampling tells it.
+    """
 
     events: list[str] = field(default_factory=list)
+    reward: float | None = None
 
     def halted(self) -> AbstractContextManager[None]:
         self.events.append("halted")
@@ -185,7 +192,8 @@ class RecordedSource:
     def after_push(self) -> None: ...
 
     def metrics(self) -> dict[str, float]:
-        return {names.GENERATED_TOKENS: 16.0}
+        told = {} if self.reward is None else {names.GENERATED_REWARD: self.reward}
+        return {names.GENERATED_TOKENS: 16.0, **told}
 
 
 class Life:
@@ -218,15 +226,22 @@ class Life:
         console = Console("plain", 30, stream=self.out)
         self.extrapolation = Extrapolation(self.job, config, console, PhaseTimer(), among={"poisoned": Poisoned()})
 
-    def step(self, number: int) -> dict[str, float]:
-        """One step: the rest of the way shrinks by the same factor, wherever the weights are."""
+    def step(self, number: int, *, left: int = 100, dropping: bool = False) -> dict[str, float]:
+        """One step: the rest of the way shrinks by the same factor, wherever the weights are.
+
+        Args:
+            left: steps to come.
+            dropping: as with dynamic sampling, the groups that are kept are half right whatever the weights.
+        """
         reward = max(0.0, min(1.0, self.policy.progress()))
+        if dropping:
+            self.source.reward, reward = reward, 0.5
         share = self.policy.progress()
         self.policy.gradient_step(number)
         self.policy.walk(1 - (1 - share) * math.exp(-1 / 12))
         self.weights.push(after_update=True)
         done = [rollout(n, s, reward) for n in range(4) for s in range(2)]
-        return self.extrapolation.after_step(number, done, done, {"optimizer_steps": 1.0}, self.source)
+        return self.extrapolation.after_step(number, done, done, {"optimizer_steps": 1.0}, self.source, left=left)
 
 
 def picture(policy: LocalPolicy) -> dict[str, Any]:

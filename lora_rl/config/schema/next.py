@@ -44,6 +44,7 @@ class NextGateConfig(Section):
     """`grpo.next.gate`: measuring a jump before it is taken."""
 
     enabled: bool = Field(True, description="Take a jump only if it gains reward on prompts kept for this.")
+    # A normal bound for the mean needs some.
     num_prompts: Annotated[int, Ge(16)] = Field(
         128, description="Training prompts set aside for the gate: neither trained nor validated on."
     )
@@ -102,7 +103,7 @@ class NextConfig(Section):
     write_back: Literal["adapter", "merge"] = Field(
         "adapter",
         description="adapter: into what is trained: A and B, truncated to their rank, or SVD-LoRA's singular values, "
-        "exactly. merge: into the frozen weights, exactly.",
+        "exactly. merge: into the frozen weights, exactly, which must be float32.",
     )
     predictor: NextPredictorConfig = Field(default_factory=NextPredictorConfig)
     gate: NextGateConfig = Field(default_factory=NextGateConfig)
@@ -120,6 +121,11 @@ class NextConfig(Section):
     def is_backtested(self) -> bool:
         """Whether proposals are compared with the past before they are made."""
         return self.predictor.type == "auto" or self.min_backtest_cos is not None or self.damping
+
+    @property
+    def steps_after_jump(self) -> int:
+        """The fewest steps that must be left for a jump to be proposed."""
+        return max(self.watch.patience, 1)
 
     @property
     def least_snapshots(self) -> int:

@@ -513,8 +513,21 @@ CASES = [
     (
         [JUMPS, f"{NEXT}.interval=25"],
         f"{NEXT}.interval",
-        "after 25 x 9 = 225 steps, and the run ends after 100; use fewer grpo.next.snapshots or a value below 12",
-        11,
+        "after 25 x 9 = 225 steps, with 8 to come (grpo.next.watch.patience, or 1), and the run ends after 100; use "
+        "fewer grpo.next.snapshots or a value up to 10",
+        10,
+    ),
+    (
+        [JUMPS, "grpo.max_num_steps=12"],
+        f"{NEXT}.interval",
+        "use fewer grpo.next.snapshots or more grpo.max_num_steps",
+        None,
+    ),
+    (
+        [JUMPS, f"{NEXT}.preset=paper", "grpo.max_num_steps=200", "policy.precision=bfloat16"],
+        f"{NEXT}.write_back",
+        "which grpo.next.preset paper sets, and policy.precision bfloat16 would round most of a jump away",
+        "adapter",
     ),
     ([JUMPS, f"{NEXT}.alphas=[]"], f"{NEXT}.alphas", "must name at least one length", "[1.0]"),
     ([JUMPS, f"{NEXT}.alphas=[1.0, 1.0]"], f"{NEXT}.alphas", "names a length twice", "[1.0]"),

@@ -106,13 +106,13 @@ def test_a_single_step_before_decides_nothing_early():
 def test_the_ledger_adds_up():
     ledger = Ledger()
     for _ in range(3):
-        ledger.step(optimizer_steps=4, generated=100, trained=160)
+        ledger.step(optimizer_steps=4, generated=100, trained=160, scored=40)
         ledger.time(2.0)
     ledger.gate(generated=50, scored=0)
     ledger.gate(generated=55, scored=70)
     ledger.time(1.5, gate=1.5)
     assert ledger.optimizer_steps == 12
-    assert ledger.tokens == 3 * 260 + 50 + 55 + 70
+    assert ledger.tokens == 3 * 300 + 50 + 55 + 70
     assert (ledger.seconds, ledger.gate_seconds) == (7.5, 1.5)
     again = Ledger(**ledger.state_dict())
     assert again.metrics() == ledger.metrics()

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from lora_rl.config.schema.next import NextConfig
 from lora_rl.next.backtest import BackTest, best, folds, judge, walk_forward
 from lora_rl.next.factors import Factors, RankOne
 from lora_rl.next.nextmlp import NextMLP
 from lora_rl.next.predictors import Linear, Predictor, Random, Saturating, Scale, combined
+from lora_rl.next.propose import Proposal, predictors, propose
 from lora_rl.next.recorder import Recorder
 from lora_rl.next.trajectory import Trajectory, Triplets, aligned
 from tests.unit.next.trajectories import on_two_ranks, random_walk, rotating, shards, whole
@@ -208,6 +210,59 @@ def test_projections_are_the_same_on_two_ranks():
             assert sum(found[name], ()) == pytest.approx(sum(expected[name], ()))
 
 
+def proposed(snapshots: list, settings: NextConfig, among: dict[str, Predictor]) -> tuple[Proposal, dict]:
+    """What is proposed, and at which snapshots each predictor was tested."""
+    recorder, at_of = recorded(snapshots), {}
+
+    def project(proposals, at):
+        at_of[len(at_of)] = list(at)
+        return recorder.project(proposals, at, settings.horizon)
+
+    return propose(recorder.trajectories(settings.horizon), among, settings, project), at_of
+
+
+def test_predictors_are_compared_at_the_same_snapshots():
+    """One that learns can be tested at fewer; a cosine of an easier snapshot proves nothing."""
+    settings = NextConfig(snapshots=7, horizon=HORIZON, predictor={"epochs": 2})
+    _, at_of = proposed(rotating(7), settings, predictors(settings, seed=0))
+    assert list(at_of.values()) == [[4]] * 4
+
+
+def test_a_proposal_is_as_long_as_the_past_would_have_had_it():
+    class TooLong:
+        def predict(self, known):
+            return {n: change.times(4.0) for n, change in Saturating().predict(known).items()}
+
+    snapshots, settings = rotating(9), NextConfig(horizon=HORIZON)
+    fitting, _ = proposed(snapshots, settings, {"fitting": Saturating()})
+    damped, _ = proposed(snapshots, settings, {"long": TooLong()})
+    assert damped.tests["long"].damping == pytest.approx(fitting.tests["fitting"].damping / 4, rel=0.3)
+    for name, change in damped.changes.items():
+        undamped = TooLong().predict(known(recorded(snapshots)))[name]
+        assert change.sigma == pytest.approx(damped.tests["long"].damping * undamped.sigma)
+    whole_length, _ = proposed(snapshots, NextConfig(horizon=HORIZON, damping=False), {"long": TooLong()})
+    assert whole_length.changes["first"].sigma > 2 * damped.changes["first"].sigma
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auto_proposes_nothing_on_a_random_walk(seed):
+    """Best of four is not better than chance."""
+    settings = NextConfig(horizon=HORIZON, predictor={"epochs": 50})
+    proposal, _ = proposed(random_walk(9, seed=seed), settings, predictors(settings, seed))
+    assert proposal.predictor is None and proposal.changes == {}
+    assert len(proposal.tests) == 4
+
+
+def test_a_proposal_of_length_nothing_is_none():
+    class Nothing:
+        def predict(self, known):
+            return {n: change.times(0.0) for n, change in Scale().predict(known).items()}
+
+    settings = NextConfig(horizon=HORIZON, min_backtest_cos=None, damping=False, predictor={"type": "scale"})
+    proposal, _ = proposed(rotating(9), settings, {"nothing": Nothing()})
+    assert proposal.predictor is None
+
+
 def test_the_recorder_keeps_the_newest_and_copies():
     snapshots = rotating(6)
     recorder = Recorder(3)
@@ -215,7 +270,6 @@ def test_the_recorder_keeps_the_newest_and_copies():
         recorder.record(snapshot)
     snapshots[-1]["first"].b.zero_()
     assert len(recorder.snapshots) == 3
-    assert recorder.is_full
     assert recorder.snapshots[0]["first"].b.equal(snapshots[4]["first"].b)
     assert recorder.snapshots[-1]["first"].b.any()
     recorder.clear()

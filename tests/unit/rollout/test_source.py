@@ -124,6 +124,44 @@ def test_tokens_of_dropped_groups_count_as_generated(tokenizer: Tokenizer, model
             assert (len(sampled) > len(rollouts)) == bool(overrides)
 
 
+def test_the_reward_of_dropped_groups_is_told(tokenizer: Tokenizer, models: dict[str, Path]) -> None:
+    """The kept ones have a reward of 0.5 here, whatever the share of prompts that are solved."""
+    asked = [0]
+
+    def answer(request: GenerationRequest) -> Completion:
+        asked[0] += 1
+        # Of every four groups one is half right, three all right.
+        right = (asked[0] - 1) // 4 % 4 != 0 or asked[0] % 2
+        return completion((*tokenizer.encode("7" if right else "8"), tokenizer.eos_token_id))
+
+    prompts = PromptQueue(PromptSource([prompt(str(n)) for n in range(40)], shuffle=False))
+    config = tiny_config(models["tied"], "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")
+    source = SyncRolloutSource(Generator(ScriptedEngines(answer), tokenizer, 0), prompts, config, print)
+    rollouts = source.next_step(1)
+    assert sum(r.reward for r in rollouts) / len(rollouts) == 0.5
+    groups = asked[0] // 4
+    assert source.metrics()[names.GENERATED_REWARD] == pytest.approx((4 * 0.5 + (groups - 4)) / groups)
+
+
+@pytest.mark.parametrize("flat", [0, 3])
+def test_the_bound_on_generation_holds_wherever_the_flat_group_is(
+    tokenizer: Tokenizer, models: dict[str, Path], flat: int
+) -> None:
+    asked = [0]
+
+    def answer(request: GenerationRequest) -> Completion:
+        asked[0] += 1
+        right = (asked[0] - 1) // 4 == flat or asked[0] % 2
+        return completion((*tokenizer.encode("7" if right else "8"), tokenizer.eos_token_id))
+
+    prompts = PromptQueue(PromptSource([prompt(str(n)) for n in range(40)], shuffle=False))
+    config = tiny_config(models["tied"], "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+    source = SyncRolloutSource(Generator(ScriptedEngines(answer), tokenizer, 0), prompts, config, print)
+    with pytest.raises(ValueError, match="1 batches were generated and only 3 of 4 groups have different rewards"):
+        source.next_step(1)
+    assert asked[0] == 16
+
+
 def test_sampling_settings_come_from_the_configuration(models: dict[str, Path]) -> None:
     settings = tiny_config(models["tied"])
     # Past the loader, which refuses combinations that training must not use.

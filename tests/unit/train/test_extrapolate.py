@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 from lora_rl.config import RunConfig
 from lora_rl.config.schema import SvdConfig
+from lora_rl.train.checkpoint import CheckpointError
 from lora_rl.train.extrapolate import Extrapolation
-from lora_rl.train.grpo import extrapolation_of
-from lora_rl.train.job import restore_policy
+from lora_rl.train.extrapolation_state import load_extrapolation, save_extrapolation
+from lora_rl.train.resume import check_keeps_jumps
 from tests.support.configs import tiny_config, with_peft
 from tests.support.models import make_model
 from tests.support.ranks import run_ranks
@@ -20,6 +22,7 @@ from tests.unit.policy.test_peft import ALL, make_adapter
 
 pytestmark = pytest.mark.multiprocess
 NEXT = "grpo.next"
+LONG = "grpo.max_num_steps=100"
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +50,10 @@ def lives(config: RunConfig, poison: float, steps: int) -> dict[str, Any]:
     for step in range(1, steps + 1):
         own = life.extrapolation._snapshot
 
-        def seen(number: int, source: Any, own: Any = own) -> Any:
+        def seen(number: int, source: Any, left: int, own: Any = own) -> Any:
             nonlocal before
             before = picture(life.policy)
-            return own(number, source)
+            return own(number, source, left)
 
         life.extrapolation._snapshot = seen
         records.append(life.step(step))
@@ -148,9 +151,9 @@ def undone(config: RunConfig, resume: bool, folder: Path) -> dict[str, Any]:
     kept = {}
     own = life.extrapolation._snapshot
 
-    def seen(number: int, source: Any) -> Any:
+    def seen(number: int, source: Any, left: int) -> Any:
         kept["before"] = picture(life.policy)
-        return own(number, source)
+        return own(number, source, left)
 
     life.extrapolation._snapshot = seen
     taken = life.step(6)
@@ -200,6 +203,58 @@ def test_a_poisoned_jump_that_was_taken_is_undone_bit_for_bit(
     assert lived["origin"] == 9
 
 
+def watched_with_dynamic_sampling(config: RunConfig) -> list[dict[str, float]]:
+    """A poisoned jump while all groups that are kept are half right."""
+    from tests.support.extrapolation import Life
+
+    life = Life(config, poison=-2.0)
+    life.extrapolation.start()
+    return [life.step(step, dropping=True) for step in range(1, 10)]
+
+
+def test_the_watch_sees_what_dynamic_sampling_drops(model: Path) -> None:
+    records = run_ranks(watched_with_dynamic_sampling, config_for(model, *without_gate("watch.tolerance=0.0")))[0]
+    assert [n for n, r in enumerate(records, 1) if r.get("next/undone")] == [9]
+
+
+def near_the_end(config: RunConfig, last: int) -> list[dict[str, float]]:
+    from tests.support.extrapolation import Life
+
+    life = Life(config)
+    life.extrapolation.start()
+    return [life.step(step, left=last - step) for step in range(1, last + 1)]
+
+
+@pytest.mark.parametrize(("last", "taken"), [(9, [6]), (8, [])])
+def test_no_jump_that_could_not_be_watched_to_the_end(model: Path, last: int, taken: list[int]) -> None:
+    records = run_ranks(near_the_end, config_for(model, *without_gate()), last)[0]
+    assert [n for n, r in enumerate(records, 1) if r.get("next/alpha")] == taken
+    assert records[-1]["next/proposed"] == len(taken)
+    assert [n for n, r in enumerate(records, 1) if r.get("next/kept")] == [9] * len(taken)
+
+
+@pytest.mark.parametrize(("setting", "begins"), [("interval", True), ("snapshots", True), ("retry_after", False)])
+def test_a_trail_of_other_settings_is_not_continued(model: Path, setting: str, begins: bool) -> None:
+    """Changes over two steps and over one would be fitted as if they were alike."""
+    first = config_for(model)
+    policy, said = Recorded(first), []
+    job = SimpleNamespace(policy=policy)
+    console = SimpleNamespace(info=said.append)
+    before = Extrapolation(job, first, console, None, among={})
+    before.since = before.retry_at = 6
+    saved = save_extrapolation(before, policy)
+    now = config_for(model, f"{setting}={getattr(first.grpo.next, setting) + 1}")
+    after = Extrapolation(job, now, console, None, among={})
+    load_extrapolation(after, saved, policy)
+    after.settle(12)
+    assert (after.origin, after.since) == ((12, 0) if begins else (0, 6))
+    assert after.retry_at == (now.grpo.next.snapshots if begins else 6)
+    assert bool(said) == begins
+    if begins:
+        assert "recorded with grpo.next.interval 1, grpo.next.snapshots 6; a new one begins" in said[0]
+        assert policy.calls[-1] == "clear"
+
+
 @pytest.mark.slow
 def test_the_preset_of_the_paper_jumps_once_unmeasured(model: Path) -> None:
     settings = ("preset=paper", "write_back=adapter", "interval=1", "snapshots=6", "horizon=2", "predictor.epochs=5")
@@ -211,24 +266,37 @@ def test_the_preset_of_the_paper_jumps_once_unmeasured(model: Path) -> None:
     assert lived["ledger"].accepted == 1
 
 
-def test_merged_jumps_are_not_lost_by_switching_off(model: Path) -> None:
-    """No later checkpoint would hold them, and what is resumed from it would be another policy."""
-    config = tiny_config(model)
-    assert not config.grpo.next.enabled
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ((), r"grpo\.next\.enabled = false; continue with true"),
+        (("enabled=true", "mode=adapter_merge"), r"weight_sync\.mode = adapter_merge; continue with merged"),
+        (("enabled=true", "mode=adapter"), r"weight_sync\.mode = adapter; continue with merged"),
+        (("enabled=true", "precision=bfloat16"), r"policy\.precision = bfloat16; continue with float32"),
+    ],
+)
+def test_merged_jumps_are_not_lost_by_other_settings(model: Path, overrides: Sequence[str], problem: str) -> None:
+    """No later checkpoint, or no engine, would hold them, and the run would go on with another policy."""
+    full = {
+        "enabled": f"{NEXT}.enabled",
+        "mode": "policy.generation.weight_sync.mode",
+        "precision": "policy.precision",
+    }
+    given = [f"{full[key]}={value}" for key, value in (o.split("=") for o in overrides)]
+    config = tiny_config(model, LONG, *given)
     resume = SimpleNamespace(path="checkpoints/step_5", extrapolation=({"merged": 1}, {}))
-    with pytest.raises(
-        ValueError, match=r"checkpoints/step_5 holds jumps ahead .* continue with grpo\.next\.enabled=true"
-    ):
-        extrapolation_of(None, config, None, None, resume)
-    for harmless in (None, SimpleNamespace(extrapolation=None), SimpleNamespace(extrapolation=({"merged": 0}, {}))):
-        assert extrapolation_of(None, config, None, None, harmless) is None
+    with pytest.raises(CheckpointError, match=rf"checkpoints/step_5 holds jumps ahead (.|\n)*{problem}"):
+        check_keeps_jumps(resume, config)
+    for harmless in (None, ({"merged": 0}, {})):
+        check_keeps_jumps(SimpleNamespace(extrapolation=harmless), config)
+    check_keeps_jumps(resume, tiny_config(model, LONG, f"{NEXT}.enabled=true"))
 
 
 class Recorded:
     """A policy of which only the jumps in its weights are known."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.calls = config, []
+        self.config, self.calls, self.scored_tokens = config, [], 0
 
     def load_state(self, *args: Any, **options: Any) -> None:
         self.calls.append("load_state")
@@ -239,24 +307,6 @@ class Recorded:
 
     def state(self) -> tuple[Any, Any]:
         return None, None
-
-
-@pytest.mark.parametrize("mode", ["adapter_merge", "adapter"])
-def test_merged_jumps_are_refused_where_engines_would_not_get_them(
-    model: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    monkeypatch.setattr("lora_rl.train.extrapolation_state.merged_jumps", lambda saved: [{}])
-    monkeypatch.setattr("lora_rl.policy.merged_jumps.without_jumps", lambda adapter, count: adapter)
-    empty = {name: {} for name in ("moments", "counters", "flags", "random", "svd", "layout")}
-    resume = SimpleNamespace(path="checkpoints/step_5", adapter=None, extrapolation=({}, {}), **empty)
-    layout = SimpleNamespace(tp=1, pp=1, dp=1)
-    policy = Recorded(tiny_config(model, f"policy.generation.weight_sync.mode={mode}"))
-    with pytest.raises(ValueError, match=rf"weight_sync\.mode = {mode}: checkpoints/step_5 holds jumps ahead"):
-        restore_policy(resume, policy, layout)
-    assert policy.calls == []
-    merging = Recorded(tiny_config(model))
-    restore_policy(resume, merging, layout)
-    assert merging.calls == ["load_state", "set_merged"]
 
 
 @pytest.mark.parametrize("write_back", ["adapter", "merge"])
