@@ -30,6 +30,8 @@ SIZES = {
     "135M": (576, 1536, 30, 9, 3, 49152),
 }
 TOKENS = 64
+# Tokens per microbatch where 64 completions at once would take 16 GiB.
+MICROBATCH = {"135M": 1024}
 STEPS = 6
 
 
@@ -81,6 +83,11 @@ def the_run(out: Path, size: str, tokens: int) -> Run:
         f"reward.function={ROOT / 'benchmarks/model_size.py'}:even",
         "logger.tensorboard_enabled=false",
     )
+    if size in MICROBATCH:
+        options += (
+            "policy.dynamic_batching.enabled=true",
+            f"policy.dynamic_batching.train_mb_tokens={MICROBATCH[size]}",
+        )
     return Run(out / f"{size}-{tokens}", STEPS, CONFIG, options, prepare=lambda _: make_model(model, size))
 
 

@@ -6,7 +6,7 @@ uv run examples/run_sft.py --config examples/configs/sft_tiny_cpu.yaml [key.sub=
 import sys
 from dataclasses import replace
 
-from lora_rl.config import as_sft, check_machine, derive_layout, exit_on_config_error, parse_command_line
+from lora_rl.config import as_sft, check_machine, derive_sft_layout, exit_on_config_error, parse_command_line
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
         command = parse_command_line(sys.argv[1:], prog="run_sft.py", description=__doc__.splitlines()[0])
         config = as_sft(command.config)
         command = replace(command, config=config)
-        layout = derive_layout(config)
+        layout = derive_sft_layout(config)
         if command.dry_run:
             sys.stdout.write(command.dry_run_report(plan=False))
             return 0

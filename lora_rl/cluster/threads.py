@@ -1,8 +1,18 @@
-"""OpenMP in a process that computes."""
+"""What a process that computes must have in its environment before it imports torch."""
 
 from __future__ import annotations
 
 import os
+
+
+def keep_float32() -> None:
+    """Have libraries for GPUs compute float32 products in float32, and not in TF32, which has ten bits of mantissa.
+
+    Transformer Engine's products and vLLM's attention (a Triton kernel, for float32) use TF32 unless told otherwise,
+    and logprobs of trainer and engine would differ by about 1e-3. Settings of the environment go first.
+    """
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def set_threads(count: int) -> None:

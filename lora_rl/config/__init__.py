@@ -11,7 +11,7 @@ from lora_rl.config.errors import ConfigError, Violation
 from lora_rl.config.layout import Layout, derive_layout
 from lora_rl.config.load import load_config, resolved_yaml
 from lora_rl.config.schema import RunConfig
-from lora_rl.config.sft import as_sft
+from lora_rl.config.sft import as_sft, derive_sft_layout
 
 __all__ = [
     "CommandLine",
@@ -22,6 +22,7 @@ __all__ = [
     "as_sft",
     "check_machine",
     "derive_layout",
+    "derive_sft_layout",
     "exit_on_config_error",
     "load_config",
     "parse_command_line",

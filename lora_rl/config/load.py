@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -32,6 +34,12 @@ _PATH_KEYS = (
     "sft.train_path",
     "sft.val_path",
 )
+
+
+# Relative to the current directory.
+_FOLDERS_TO_MAKE = (("logger", "log_dir"), ("checkpointing", "checkpoint_dir"))
+# As OmegaConf and shells have it.
+_REFERENCE = re.compile(r"\$\{[\w.:-]+\}")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -164,9 +172,9 @@ def _take_out_unknown(tree: dict[str, Any], prefix: str, document: Document) -> 
                 [(name, value)] = value.items()
                 path += f".{name}"
             yield unknown_key(path, value, origin)
-        elif isinstance(value, str) and value.startswith("${") and value.endswith("}"):
+        elif any(isinstance(v, str) and _REFERENCE.search(v) for v in (value if isinstance(value, list) else [value])):
             del tree[name]
-            problem = "references to other keys are not supported; write the value, or leave the key out"
+            problem = "references to other keys or to the environment are not supported; write the value"
             yield Violation(path, problem, value, origin=document.origins.get(path))
 
 
@@ -193,6 +201,10 @@ def _resolve_paths(document: Document, config_file: Path) -> None:
         if isinstance(node, dict) and isinstance(node.get(name), str):
             found = resolve_path(node[name], config_file)
             node[name] = node[name] if found is None else str(found)
+    for section, name in _FOLDERS_TO_MAKE:
+        node = document.tree.get(section)
+        if isinstance(node, dict) and isinstance(node.get(name), str):
+            node[name] = os.path.expanduser(node[name])
     _resolve_function_files(document.tree.get("reward"), config_file)
 
 

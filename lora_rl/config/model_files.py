@@ -115,10 +115,18 @@ def missing_files(folder: Path, part: Part) -> list[str]:
 
 def weight_files(folder: Path) -> list[str]:
     """Names of the safetensors files that hold a model's weights; a folder may have others beside them, such as the
-    same weights under other names."""
+    same weights under other names.
+
+    Raises:
+        ValueError: the index of the files is damaged.
+    """
     index = folder / "model.safetensors.index.json"
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
-    return sorted(set(shards)) or ["model.safetensors"]
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: no weight_map from tensors to files in it: {error!r}") from error
 
 
 def _flat(model_name: str) -> str:
@@ -127,8 +135,10 @@ def _flat(model_name: str) -> str:
 
 def _cached(model_name: str) -> Path | None:
     """Folder of a hub id's newest snapshot in the hub's cache; parts may be missing."""
-    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    repository = Path(cache).expanduser() / f"models--{_flat(model_name)}"
+    # As the hub's own client finds it.
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
+    repository = Path(os.path.expandvars(cache)).expanduser() / f"models--{_flat(model_name)}"
     if not (ref := repository / "refs/main").is_file():
         return None
     snapshot = repository / "snapshots" / ref.read_text(encoding="utf-8").strip()

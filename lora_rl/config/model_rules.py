@@ -55,6 +55,8 @@ def sizes_divide(config: RunConfig, facts: ModelFacts | None) -> Iterator[Violat
         (tp_key, megatron.tensor_model_parallel_size, "num_attention_heads", facts.num_heads),
         (tp_key, megatron.tensor_model_parallel_size, "num_key_value_heads", facts.num_kv_heads),
         (tp_key, megatron.tensor_model_parallel_size, *_inner_size(facts)),
+        # Nothing is padded.
+        (tp_key, megatron.tensor_model_parallel_size, "vocab_size", facts.vocab_size),
         (pp_key, megatron.pipeline_model_parallel_size, "num_hidden_layers", facts.num_layers),
         (engine_key, vllm.tensor_parallel_size, "num_attention_heads", facts.num_heads),
     )

@@ -42,26 +42,29 @@ def check_rules(config: RunConfig, unusable: frozenset[str] = frozenset()) -> li
             mistake is not reported twice.
     """
     view: Any = _View(config, "", unusable)
-    violations: list[Violation] = []
+    violations = [v for capability in CAPABILITIES for v in _run(capability.check, view)]
+    violations += [v for rule in RULES for v in _run(rule, view)]
+    return violations + check_model_rules(config, unusable)
 
-    def run(rule: Any, *arguments: Any) -> None:
-        try:
-            for violation in rule(view, *arguments):
-                violations.append(violation)
-        except _Unusable:
-            return
 
-    for capability in CAPABILITIES:
-        run(capability.check)
-    for rule in RULES:
-        run(rule)
+def check_model_rules(config: RunConfig, unusable: frozenset[str] = frozenset()) -> list[Violation]:
+    """The violations of rules that need the model's config.json, as far as that is on this machine."""
+    view: Any = _View(config, "", unusable)
     try:
         facts: ModelFacts | None = read_model_facts(view.policy.model_name)
     except _Unusable:
         facts = None
     except ModelFileError as error:
-        violations.append(Violation("policy.model_name", str(error), view.policy.model_name))
-        return violations
-    for rule in MODEL_RULES:
-        run(rule, facts)
+        return [Violation("policy.model_name", str(error), view.policy.model_name)]
+    return [v for rule in MODEL_RULES for v in _run(rule, view, facts)]
+
+
+def _run(rule: Any, *arguments: Any) -> list[Violation]:
+    violations = []
+    try:
+        for violation in rule(*arguments):
+            violations.append(violation)
+    except _Unusable:
+        # What it said before stands.
+        pass
     return violations

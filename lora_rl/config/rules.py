@@ -242,6 +242,12 @@ def sync_mode_fits(config: RunConfig) -> Iterator[Violation]:
         if sync.min_retention is not None:
             problem = "has no effect in mode adapter, which delivers the whole update; leave it null"
             yield Violation(f"{prefix}.min_retention", problem, sync.min_retention)
+        if platform_of(config) == "cuda" and config.engine_precision == "float32":
+            problem = (
+                "vLLM's kernels for adapters take no float32 on GPUs; use policy.precision bfloat16, or mode merged or "
+                "adapter_merge"
+            )
+            yield Violation(f"{prefix}.mode", problem, sync.mode)
         rank = config.policy.megatron_cfg.peft.dim
         if rank > MAX_ENGINE_RANK:
             problem = f"vLLM serves adapters up to rank {MAX_ENGINE_RANK}; lower it, or use {prefix}.mode merged"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from lora_rl.config.errors import ConfigError
+from lora_rl.config.layout import Layout, derive_layout
 from lora_rl.config.schema import RunConfig
 
 
@@ -31,3 +35,22 @@ def as_sft(config: RunConfig) -> RunConfig:
     )
     loss = config.loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
     return config.model_copy(update={"grpo": grpo, "policy": policy, "loss_fn": loss})
+
+
+def derive_sft_layout(config: RunConfig) -> Layout:
+    """`derive_layout` of a configuration from `as_sft`, with errors that name the key of `sft` where that is the cause.
+
+    Raises:
+        ConfigError: see `derive_layout`.
+    """
+    try:
+        return derive_layout(config)
+    except ConfigError as error:
+        raise ConfigError(
+            [
+                replace(v, key="sft.batch_size", value=config.sft.batch_size)
+                if v.key == "policy.train_global_batch_size"
+                else v
+                for v in error.violations
+            ]
+        ) from None

@@ -25,9 +25,13 @@ def model_folder(model_name: str, part: Part = "weights") -> Path:
 
     Raises:
         FileNotFoundError: files are missing, and the hub does not have them or cannot be reached.
+        ValueError: the index of the weights is damaged.
     """
     folder = find_folder(model_name, part)
     if folder is not None:
+        # Of the hub's cache only what is complete is found.
+        if part == "weights" and (lacking := missing_files(folder, part)):
+            raise FileNotFoundError(f"model {folder} has no {', '.join(lacking)}: the folder is not a whole model")
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

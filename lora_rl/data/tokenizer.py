@@ -98,15 +98,18 @@ def load_tokenizer(
         chat_template: Jinja file to use instead of the model's own template.
         model: directory of the model whose generation_config.json names further end tokens; None: model_dir.
 
-    Raises FileNotFoundError for a missing file and ValueError for an end or padding token that is undefined
-    or not in the vocabulary.
+    Raises FileNotFoundError for a missing file, ValueError for one that is damaged, and for an end or padding token
+    that is undefined or not in the vocabulary.
     """
     model_dir = Path(model_dir)
     tokenizer_file, config_file = model_dir / "tokenizer.json", model_dir / "tokenizer_config.json"
     for path in (tokenizer_file, config_file):
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: not a Hugging Face model directory with a tokenizer")
-    rust = _RustTokenizer.from_file(str(tokenizer_file))
+    try:
+        rust = _RustTokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"{tokenizer_file}: not a file of the tokenizers library: {error}") from error
     config = _read_json(config_file)
     tokens = _special_tokens(_read_json(model_dir / "special_tokens_map.json")) | _special_tokens(config)
 
@@ -132,7 +135,15 @@ def _end_ids(file: Path) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a JSON object, not {type(content).__name__}")
+    return content
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

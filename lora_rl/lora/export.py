@@ -7,14 +7,15 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 
 from lora_rl.config.model_files import weight_files
 from lora_rl.lora.merge import merge
 from lora_rl.lora.peft_io import PeftAdapter
+from lora_rl.lora.tensor_files import write_tensors
 
 
 def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "base") -> None:
@@ -29,7 +30,7 @@ def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError: `base` has no safetensors file.
-        ValueError: the adapter has modules that the base model does not have.
+        ValueError: the adapter has modules that the base model does not have, or a file of the base is damaged.
     """
     if out.exists():
         raise FileExistsError(f"{out} exists; choose a directory that does not")
@@ -46,7 +47,7 @@ def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "
                 shutil.copy2(path, folder / path.name)
         for file in files:
             tensors: dict[str, torch.Tensor] = {}
-            with safe_open(str(file), framework="pt") as handle:
+            with _opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
                     tensor = handle.get_tensor(name)
                     target = tensor.dtype if dtype == "base" else getattr(torch, dtype)
@@ -58,12 +59,19 @@ def export_merged(base: Path, adapter: PeftAdapter, out: Path, *, dtype: str = "
                         )
                     except ValueError as error:
                         raise ValueError(f"{module}: {error}") from error
-            save_file(tensors, str(folder / file.name), metadata={"format": "pt"})
+            write_tensors(tensors, folder / file.name)
         if unused:
             raise ValueError(f"{base} has no weights for the adapter's modules {', '.join(sorted(unused)[:4])}")
         if dtype != "base":
             _note_dtype(folder, dtype)
         os.replace(folder, out)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not a readable safetensors file: {error}") from error
 
 
 def _note_dtype(folder: Path, dtype: str) -> None:

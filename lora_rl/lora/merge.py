@@ -17,6 +17,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 # Rows are merged in chunks of about this many elements: the float32 copies stay small and near the cache.
 CHUNK_ELEMENTS = 1 << 17
+CHUNK_ELEMENTS_ON_DEVICE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ def merge(
         raise ValueError(f"unknown rounding {rounding!r}; valid are {list(get_args(Rounding))}")
     if adapter is None:
         return base.to(dtype, copy=True), Fidelity.zero()
+    if base.device.type == "cuda":
+        # A chunk is for a cache of the CPU; on a device it would be thousands of short kernels.
+        chunk_elements = max(chunk_elements, CHUNK_ELEMENTS_ON_DEVICE)
     a, b = adapter.a.float(), adapter.b.float()
     if base.ndim != 2 or (b.shape[0], a.shape[1]) != tuple(base.shape) or b.shape[1] != a.shape[0]:
         raise ValueError(

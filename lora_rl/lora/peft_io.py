@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lora_rl.lora.merge import AdapterTensors
+from lora_rl.lora.tensor_files import write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -154,7 +155,7 @@ def write_peft(path: Path, adapter: PeftAdapter, *, base_model: str) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
         folder = Path(temporary) / "adapter"
         folder.mkdir()
-        save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_tensors(state, folder / WEIGHTS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         os.rename(folder, path)
 

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lora_rl.cluster.nodes import this_node
-from lora_rl.cluster.threads import set_threads
+from lora_rl.cluster.threads import keep_float32, set_threads
 from lora_rl.track.logs import capture_to_file
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class PolicyActor:
         self._rank, self._world_size = rank, world_size
         self._platform_name, self._threads = platform, threads
         set_threads(threads)
+        if platform == "cuda" and config.policy.precision == "float32":
+            keep_float32()
         os.environ["LOCAL_RANK"] = str(rank % (config.cluster.gpus_per_node or world_size))
 
     def ping(self) -> bool:
@@ -160,6 +162,13 @@ class PolicyActor:
     def reload(self) -> None:
         """See `FrozenWeights.reload`."""
         self._frozen().reload()
+
+    def give_back(self) -> None:
+        """Give the device what was freed on it: engines on the same device cannot use what torch keeps for later."""
+        import torch
+
+        # Nothing, where there is no device.
+        torch.cuda.empty_cache()
 
     def memory(self) -> int:
         """Bytes this rank holds, see `held_memory`."""

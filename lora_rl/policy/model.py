@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from lora_rl.config.model_files import find_folder, folder_or_id
 from lora_rl.lora.init import initialise_adapters
@@ -130,16 +131,25 @@ def build_policy_model(config: RunConfig, platform: Platform) -> PolicyModel:
         # adapters, need a kernel of Apex for it.
         "gradient_accumulation_fusion": False,
         "seq_length": policy.max_total_sequence_length,
-        "make_vocab_size_divisible_by": 1 if platform.name == "cpu" else 128,
     }
     if megatron.activation_checkpointing:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if platform.transformer_engine and provider.gated_linear_unit and provider.activation_func is F.silu:
+        # Half of what the backward pass keeps of an MLP; the bridge asks for it for some families only.
+        fields["bias_activation_fusion"] = True
     for name, value in {**fields, **platform.provider_overrides}.items():
         setattr(provider, name, value)
     provider.finalize()
 
     peft = megatron.peft
-    lora = LoRA(dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
+    lora = LoRA(
+        dim=peft.dim,
+        alpha=peft.alpha,
+        dropout=peft.dropout,
+        # Otherwise adapters take the gathered output of the norm from Transformer Engine's LayerNormLinear, which then
+        # leaves out its gradient: earlier layers would be trained as if this adapter were not there.
+        sequence_parallel_input_regather=megatron.sequence_parallel,
+    )
     tied = bool(provider.share_embeddings_and_output_weights)
 
     def add_adapters(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -11,6 +11,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,11 @@ def to_result(returned: Any) -> RewardResult:
     and 1 partial, 0 and less wrong. Anything else, such as None, NaN or a text, is INVALID_VALUE with 0.
     """
     if isinstance(returned, RewardResult):
-        bad = [v for v in (returned.value, *returned.components.values()) if _number(v) is None]
-        if bad:
+        value, components = _number(returned.value), {n: _number(v) for n, v in returned.components.items()}
+        if value is None or None in components.values():
             return failed(RewardReason.INVALID_VALUE, f"it returned {returned!r}")
-        return _unless_unnameable(returned)
+        # Plain numbers, which can be written as JSON.
+        return _unless_unnameable(replace(returned, value=value, components=components))
     parts: dict[str, float] = {}
     value = returned
     if isinstance(returned, Mapping):

@@ -56,7 +56,8 @@ class RewardResult:
         components: parts of the value that a function reports besides, by name; not added to it.
         message: what went wrong, for reasons that are faults.
 
-    Raises ValueError for a positive value whose reason is neither CORRECT nor PARTIAL: rewards fail closed.
+    A reason may be given as its text. Raises ValueError for another text, and for a positive value whose reason is
+    neither CORRECT nor PARTIAL: rewards fail closed.
     """
 
     value: float
@@ -65,6 +66,11 @@ class RewardResult:
     message: str = ""
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "reason", RewardReason(self.reason))
+        except ValueError:
+            valid = ", ".join(RewardReason)
+            raise ValueError(f"a reward cannot have the reason {self.reason!r}; valid are {valid}") from None
         # `not <=` rather than `>`, so that NaN is refused as well.
         if self.reason not in _POSITIVE and not self.value <= 0.0:
             raise ValueError(f"a reward with reason {self.reason.value!r} cannot have the value {self.value}")

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from lora_rl.cluster.memory import held_memory, keep_freed_memory
-from lora_rl.cluster.threads import set_threads
+from lora_rl.cluster.threads import keep_float32, set_threads
 from lora_rl.config.model_files import find_folder, folder_or_id
 from lora_rl.rollout.adapters import NativeAdapters, engine_rank
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
@@ -77,6 +77,8 @@ def set_environment(settings: EngineSettings) -> None:
     # One process instead of two: no second import of vLLM, no message passing per token, and what workers report
     # arrives as it is.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if settings.platform == "cuda" and settings.dtype == "float32":
+        keep_float32()
     if settings.platform == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         # Two processes share the cores: pinning threads to cores would put both on the same ones.
@@ -315,7 +317,7 @@ class Engine:
         """Bytes held by the engine's workers and, where they are processes of their own, by this one; see
         `held_memory`."""
         own = held_memory(self._settings.platform) if self._settings.tensor_parallel_size > 1 else 0
-        return own + sum(self.llm.collective_rpc("lora_rl_memory"))
+        return own + sum(self.llm.collective_rpc("lora_rl_memory", args=(sorted(self._asleep),)))
 
     # -- weights -----------------------------------------------------------------------------------------------
 

@@ -118,6 +118,9 @@ class DeviceSender:
         if self.engine is None:
             raise RuntimeError("send before open: no engine is connected")
         self.source.version = version
+        if torch.cuda.is_available():
+            # vLLM reads the weights on streams of its own, and does not wait for the one that the update is on.
+            torch.cuda.synchronize()
         self.engine.send_weights()
         if not self.is_sender:
             return None

@@ -221,9 +221,21 @@ class WorkerExtension:
         """What this worker loaded in the last push; None before the first."""
         return self.weight_transfer_engine.report  # type: ignore[attr-defined]
 
-    def lora_rl_memory(self) -> int:
-        """Bytes this worker holds, see `held_memory`."""
-        return held_memory("cpu" if self.device.type == "cpu" else "cuda")  # type: ignore[attr-defined]
+    def lora_rl_memory(self, asleep: list[str]) -> int:
+        """Bytes this worker holds, see `held_memory`.
+
+        Args:
+            asleep: parts of the engine that sleep; torch counts their memory, which the device has back.
+        """
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            return held_memory("cpu")
+        held = held_memory("cuda")
+        if asleep:
+            from vllm.device_allocator.cumem import CuMemAllocator
+
+            every = CuMemAllocator.get_instance().pointer_to_data.values()
+            held -= sum(data.handle[1] for data in every if data.tag in asleep)
+        return held
 
 
 class Checkpoint:

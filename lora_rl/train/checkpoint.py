@@ -17,6 +17,7 @@ Only safetensors, JSON, YAML: loading one executes nothing. One process, the dri
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -129,10 +130,23 @@ class CheckpointStore:
         self._prune(name)
         return target
 
-    def clean(self) -> None:
-        """Remove what a killed process left half-written. Only the process that writes may call it."""
+    def clean(self, newest: int | None = None) -> None:
+        """Remove what a killed process left half-written, and give later checkpoints than the one that the run
+        continues from, which are damaged, another name: what is in them may be whole, such as the adapter.
+
+        Only the process that writes may call it.
+
+        Args:
+            newest: step of the checkpoint that the run continues from.
+        """
         for leftover in self.folder.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        for name in self.names() if newest is not None else []:
+            if _step(name) > newest:
+                numbered = (f"{name}.damaged{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
+                aside = next(path for path in map(self.folder.joinpath, numbered) if not path.exists())
+                os.rename(self.folder / name, aside)
+                self._warn(f"{self.folder / name} is {aside.name} now")
 
     def names(self) -> list[str]:
         """Folders that look like checkpoints, newest first."""
@@ -143,17 +157,34 @@ class CheckpointStore:
 
     def newest_name(self) -> str | None:
         """The newest checkpoint whose files are as they were written; broken ones are passed over with a warning."""
+        return self._newest()[0]
+
+    def load_newest(self) -> Checkpoint | None:
+        """The newest good checkpoint, None where there is none at all.
+
+        Raises:
+            CheckpointError: all are damaged; or see `load`.
+        """
+        name, problems = self._newest()
+        if name is None and problems:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is as it was written:\n"
+                + "".join(f"  {name}: {problem}\n" for name, problem in problems.items())
+                + "Restore the files, or start anew in another logger.log_dir or checkpointing.checkpoint_dir; "
+                "policy.megatron_cfg.peft.adapter_path can be an adapter/ of these, if you trust it"
+            )
+        return None if name is None else load(self.folder / name)
+
+    def _newest(self) -> tuple[str | None, dict[str, str]]:
+        """The newest good checkpoint, and what is wrong with later ones."""
+        problems = {}
         for name in self.names():
             problem = verify(self.folder / name)
             if problem is None:
-                return name
+                return name, problems
+            problems[name] = problem
             self._warn(f"{self.folder / name} is passed over: {problem}")
-        return None
-
-    def load_newest(self) -> Checkpoint | None:
-        """The newest good checkpoint, None where there is none."""
-        name = self.newest_name()
-        return None if name is None else load(self.folder / name)
+        return None, problems
 
     def _point_latest(self, name: str) -> None:
         temporary = self.folder / f".{LATEST}"
@@ -165,8 +196,8 @@ class CheckpointStore:
         _sync(self.folder)
 
     def _prune(self, saved: str) -> None:
-        """Remove what is superseded. Later steps than the one just saved are of a history that was given up: they are
-        damaged, or the run could not have gone on before them; they neither count nor stay."""
+        """Remove what is superseded. Later steps than the one just saved are of a history that was given up, or the run
+        could not have gone on before them; they neither count nor stay."""
         if self._keep is None:
             return
         scores: dict[str, float | None] = {}

@@ -82,17 +82,25 @@ def evaluate(
     ):
         generator = Generator(engines, tokenizer, grpo.seed, scorer)
         rollouts: list[Rollout] = []
-        for first in range(0, len(prompts), grpo.val_batch_size):
-            part = validation_groups(prompts)[first : first + grpo.val_batch_size]
-            sampling = validation_sampling(config)
-            scored, refused = generator.answer(part, grpo.val_num_generations, sampling, purpose="validation")
-            if refused:
-                group, problem = refused[0]
-                raise ValueError(f"{len(refused)} prompts cannot be evaluated, such as {group.prompt.id}: {problem}")
-            rollouts += [r for group in scored for r in group]
+        problems: list[str] = []
+        # Batch by batch: hours of sampling are not lost with the last of them.
+        with (out / SAMPLES).open("w", encoding="utf-8") as file:
+            for first in range(0, len(prompts), grpo.val_batch_size):
+                part = validation_groups(prompts)[first : first + grpo.val_batch_size]
+                sampling = validation_sampling(config)
+                scored, refused = generator.answer(part, grpo.val_num_generations, sampling, purpose="validation")
+                problems += [f"{group.prompt.id}: {problem}" for group, problem in refused]
+                done = [r for group in scored for r in group]
+                file.writelines(json.dumps(describe(r), ensure_ascii=False) + "\n" for r in done)
+                file.flush()
+                rollouts += done
+    if problems:
+        # Not left out: the rest would be the accuracy of another set of prompts.
+        raise ValueError(
+            f"{len(problems)} of {len(prompts)} prompts cannot be evaluated, such as {problems[0]}; completions of the "
+            f"others are in {out / SAMPLES}"
+        )
     summary = summarise(rollouts, grpo.val_num_generations, ks)
-    with (out / SAMPLES).open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(describe(r), ensure_ascii=False) + "\n" for r in rollouts)
     (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 

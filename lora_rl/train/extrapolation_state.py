@@ -82,7 +82,8 @@ def load_extrapolation(extrapolation: Extrapolation, saved: SavedExtrapolation, 
     extrapolation.ledger = Ledger(**plain["ledger"])
     extrapolation.origin, extrapolation.since = plain["origin"], plain["since"]
     extrapolation.retry_at = plain["retry_at"]
-    extrapolation.trail = plain["trail"]
+    # None in checkpoints that were written before it was kept.
+    extrapolation.trail = plain.get("trail", extrapolation.trail)
     extrapolation.rewards = deque(plain["rewards"], maxlen=extrapolation.rewards.maxlen)
     if (taken := plain["taken"]) is None:
         return

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import Rollout, TrainBatch
 
 ADAPTER_FOLDER = "adapter"
+# Seconds for ranks to give the adapter when something has failed: they may be what has.
+_LAST_WORD_S = 60.0
 
 
 def run_grpo(
@@ -86,16 +89,35 @@ def run_grpo(
             more = {"rollout_log": log, "validation_log": open_validation_log(config, run_dir, done)}
             more["extrapolation"] = extrapolation
             train(job, config, console, recorder, timer, stop=stop, save=save, done=done, **more)
-        except KeyboardInterrupt:
-            # Whatever was trained so far is the user's; a rank in mid-step saves after it.
-            keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
+        except BaseException as error:
+            keep_after(error, partial(keep_adapter, job.policy, run_dir / ADAPTER_FOLDER))
             raise
         keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
 
 
-def keep_adapter(policy: PolicyGroup, path: Path) -> None:
-    """Leave the adapter in the run folder, in place of that of an earlier start."""
-    keep(policy.save_adapter, path)
+def keep_adapter(policy: PolicyGroup, path: Path, **options: Any) -> None:
+    """Leave the adapter in the run folder, in place of that of an earlier start.
+
+    Args:
+        options: of `PolicyGroup.save_adapter`.
+    """
+    keep(partial(policy.save_adapter, **options), path)
+
+
+def keep_after(error: BaseException, keep_result: Callable[..., None]) -> None:
+    """Whatever was trained so far is the user's, however the run ends; a rank in mid-step saves after it.
+
+    Args:
+        error: what ends the run. If ranks are lost, too, it gets a note.
+        keep_result: leaves what was trained in the run folder; takes `timeout_s`.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        keep_result()
+        return
+    try:
+        keep_result(timeout_s=_LAST_WORD_S)
+    except Exception as another:
+        error.add_note(f"what was trained could not be kept either: {another}")
 
 
 def keep(save: Callable[[Path], None], path: Path) -> None:

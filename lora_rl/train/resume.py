@@ -137,13 +137,20 @@ def check_fits(checkpoint: Checkpoint, current: dict[str, Any]) -> None:
     Raises:
         CheckpointError: with every difference.
     """
-    lines = differences(checkpoint.identity, current)
+    lines = [f"{line}{_hint(line)}" for line in differences(checkpoint.identity, current)]
     if lines:
         raise CheckpointError(
             f"this run cannot continue from {checkpoint.path}:\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nUse the settings of the checkpoint, or another logger.log_dir or checkpointing.checkpoint_dir"
         )
+
+
+def _hint(difference: str) -> str:
+    """What a hash does not say."""
+    if difference.startswith("data.prompts:"):
+        return " (a hash of the training prompts, in order; grpo.next.gate sets some of them aside)"
+    return ""
 
 
 def check_keeps_jumps(checkpoint: Checkpoint, config: RunConfig) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lora_rl.cluster.workers import WorkerError
-from lora_rl.config import resolved_yaml
+from lora_rl.config import ConfigError, resolved_yaml
 from lora_rl.config.memory_plan import memory_plan
+from lora_rl.config.model_files import find_config
+from lora_rl.config.rule_engine import check_model_rules
 from lora_rl.sync.errors import SyncError
 from lora_rl.track import Console, PhaseTimer, RunRecorder, learning_curve, read_metrics
 from lora_rl.track.monitor import Monitor
@@ -36,7 +38,7 @@ FAILED, INTERRUPTED = 1, 130
 
 
 # What ends a run with one message instead of a traceback.
-FAILURES = (WorkerError, SyncError, CheckpointError, OSError, ValueError)
+FAILURES = (WorkerError, SyncError, CheckpointError, ConfigError, OSError, ValueError)
 
 
 def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo") -> int:
@@ -54,7 +56,7 @@ def run(config: RunConfig, layout: Layout, kind: Literal["grpo", "sft"] = "grpo"
         sys.stderr.write("interrupted before the run began\n")
         return INTERRUPTED
     except FAILURES as error:
-        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"\n{described(error)}\n")
         return FAILED
 
 
@@ -63,11 +65,15 @@ def _run(
 ) -> int:
     job, load = (run_grpo, load_data) if kind == "grpo" else (run_sft, load_examples)
     timer = PhaseTimer()
-    if kind == "grpo":
-        warnings.extend(memory_plan(config, layout).warnings())
+    was_known = find_config(config.policy.model_name) is not None
     with timer("startup"):
         # Before anything is written or started: what is wrong with the data is then all there is to see.
         data = load(config, warnings.append)
+    # A hub id's config.json may have come just now.
+    if not was_known and (violations := check_model_rules(config)):
+        raise ConfigError(violations, config.policy.model_name)
+    if kind == "grpo":
+        warnings.extend(memory_plan(config, layout).warnings())
     same: dict[str, Any] = {}
     if not config.checkpointing.enabled:
         run_dir, resume, continues = free_run_dir(Path(config.logger.log_dir), locks), None, False
@@ -102,7 +108,7 @@ def _run(
     store = open_store(config, run_dir, console.warn) if config.checkpointing.enabled else None
     if store is not None:
         store.folder.mkdir(parents=True, exist_ok=True)
-        store.clean()
+        store.clean(None if resume is None else resume.step)
     told = {"warn": console.warn, "tell": console.info}
     # Records after the checkpoint will be computed again; with none, all of them.
     resume_step = resume.step if resume is not None else -1 if continues else None
@@ -152,7 +158,7 @@ def _run(
             code = INTERRUPTED
             outcome.interrupted()
         except FAILURES as error:
-            code, failure = FAILED, f"{type(error).__name__}: {error}"
+            code, failure = FAILED, described(error)
             outcome.failed(failure)
         records = read_metrics(recorder.path)
         try:
@@ -165,6 +171,11 @@ def _run(
     if failure:
         sys.stderr.write(f"\n{failure}\n")
     return code
+
+
+def described(error: BaseException) -> str:
+    """An error as the user sees it: its kind, its message, and what was noted on the way."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
 def begin_with(file: Path, records: bytes, warn: Callable[[str], None]) -> None:
@@ -201,8 +212,7 @@ def find_run(
         return folder
 
     wanted = Path(config.logger.log_dir)
-    numbered = [wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 10_000))]
-    known = list(takewhile(lambda folder: folder.exists(), numbered))
+    known = run_folders(wanted)
     if config.checkpointing.checkpoint_dir is None:
         own = [folder for folder in known if checkpoint_folder(config, folder).is_dir()]
         if not own:
@@ -215,9 +225,21 @@ def find_run(
     if resume is not None:
         for folder in reversed(known):
             file = folder / FILE_NAME
-            if file.exists() and file.read_bytes().startswith(resume.metrics):
+            # It may have lost its end with the machine's power; `begin_with` puts that back.
+            records = file.read_bytes() if file.exists() else b""
+            if records and (records.startswith(resume.metrics) or resume.metrics.startswith(records)):
                 return mine(folder), resume, True
     return free_run_dir(wanted, locks), resume, resume is not None
+
+
+def run_folders(wanted: Path) -> list[Path]:
+    """Those of `wanted`, `wanted-2`, `wanted-3`, ... that exist, in this order; any may have been removed."""
+    numbered = {1: wanted} if wanted.exists() else {}
+    for folder in wanted.parent.glob(f"{glob.escape(wanted.name)}-*"):
+        number = folder.name.removeprefix(f"{wanted.name}-")
+        if number.isdecimal() and number.isascii() and int(number) > 1 and folder.is_dir():
+            numbered[int(number)] = folder
+    return [numbered[n] for n in sorted(numbered)]
 
 
 def run_evaluation(
@@ -242,7 +264,7 @@ def run_evaluation(
             folder = free_run_dir(wanted, locks, SUMMARY)
             summary = evaluate(config, layout, console, folder, adapter=adapter, ks=ks)
     except FAILURES as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{described(error)}\n")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, fetch_m
 from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
-from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep, keep_adapter, number_of_steps
+from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep, keep_adapter, keep_after, number_of_steps
 from lora_rl.train.job import Data
 from lora_rl.train.resume import Stop, is_save_step, take
 
@@ -108,7 +109,8 @@ def run_sft(
         last_step = number_of_steps(config, len(job.prompts))
         console.state.total_steps = last_step
         if resume is None:
-            console.step(recorder.log(0, job.facts, validate(job, config, timer), timer.end_step()), [])
+            before = validate(job, config, timer) if config.grpo.val_at_start else {}
+            console.step(recorder.log(0, job.facts, before, timer.end_step()), [])
         first_step = (resume.step if resume else 0) + 1
         if resume is not None and recorder.earlier and reaches_target(recorder.earlier[-1], config):
             console.info(f"sft.target_answer_probability was reached at step {resume.step}; nothing is left to do")
@@ -136,8 +138,8 @@ def run_sft(
                     raise KeyboardInterrupt
                 if stop.time_is_up or is_reached:
                     break
-        except KeyboardInterrupt:
-            keep_result(job.policy, config, run_dir)
+        except BaseException as error:
+            keep_after(error, partial(keep_result, job.policy, config, run_dir))
             raise
         keep_result(job.policy, config, run_dir)
 
@@ -148,12 +150,16 @@ def reaches_target(held_out: Mapping[str, float], config: RunConfig) -> bool:
     return target is not None and held_out.get("val/answer_probability", 0.0) >= target
 
 
-def keep_result(policy: PolicyGroup, config: RunConfig, run_dir: Path) -> None:
-    """Leave in the run folder what was trained: the adapter, or the whole model."""
+def keep_result(policy: PolicyGroup, config: RunConfig, run_dir: Path, **options: Any) -> None:
+    """Leave in the run folder what was trained: the adapter, or the whole model.
+
+    Args:
+        options: of `PolicyGroup.save_adapter` and `save_model`.
+    """
     if config.sft.train_all_weights:
-        keep(policy.save_model, run_dir / MODEL_FOLDER)
+        keep(partial(policy.save_model, **options), run_dir / MODEL_FOLDER)
     else:
-        keep_adapter(policy, run_dir / ADAPTER_FOLDER)
+        keep_adapter(policy, run_dir / ADAPTER_FOLDER, **options)
 
 
 def validate(job: SftJob, config: RunConfig, timer: PhaseTimer) -> dict[str, float]:

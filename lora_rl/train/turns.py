@@ -40,6 +40,7 @@ class Turns:
         """Before a push: the weights of both sides, and with `generating` also the engines' KV cache."""
         if self._enabled:
             self._ranks_do("reload", "moving the base weights to the device")
+            self._ranks_do("give_back", "freeing what training used")
             parts = ["weights", "kv_cache"] if generating else ["weights"]
             self._engines_do("wake", "waking the engines", parts)
 

@@ -122,8 +122,8 @@ CHECKS = (
             checks=(*EXACT, *ROUNDED)),
     ),
     Check(
-        "job, float32: adapters served by vLLM, taking turns", 1,
-        job("policy.generation.weight_sync.mode=adapter", checks=(*EXACT, *CLOSE)),
+        "job, bfloat16: adapters served by vLLM, taking turns", 1,
+        job("policy.precision=bfloat16", "policy.generation.weight_sync.mode=adapter", checks=(*EXACT, *ROUNDED)),
     ),
     Check("job, float32: merged weights (NCCL), devices apart", 2, job(*APART, checks=(*EXACT, *CLOSE))),
     Check(

@@ -14,6 +14,7 @@ import numpy as np
 from lora_rl.config import RunConfig, derive_layout
 from tests.support.batches import make_batch, one_microbatch
 from tests.support.configs import tiny_config
+from tests.support.models import make_model
 
 if TYPE_CHECKING:
     from lora_rl.policy.trainer import PolicyRank
@@ -22,9 +23,11 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/tiny-adder"
 BFLOAT16 = "policy.precision=bfloat16"
 LARGE_B = 0.1
+# Of cuBLAS, kept by torch and by Transformer Engine.
+WORKSPACES = 80 * 2**20
 
 
-def new_rank(platform: str, folder: Path, *overrides: str) -> PolicyRank:
+def new_rank(platform: str, folder: Path, *overrides: str, model: Path = MODEL) -> PolicyRank:
     """The only rank of its world, with random B."""
     from lora_rl.policy.model import initialise_parallel
     from lora_rl.policy.platform import prepare
@@ -34,13 +37,13 @@ def new_rank(platform: str, folder: Path, *overrides: str) -> PolicyRank:
     prepared = prepare(platform)
     url = f"file://{folder}/rendezvous"
     initialise_parallel(prepared, rank=0, world_size=1, tp=1, pp=1, seed=1, init_method=url)
-    rank = PolicyRank(config(platform, *overrides), prepared)
+    rank = PolicyRank(config(platform, *overrides, model=model), prepared)
     randomise_b(rank, LARGE_B)
     return rank
 
 
-def config(platform: str, *overrides: str) -> RunConfig:
-    return tiny_config(MODEL, f"cluster.platform={platform}", "policy.max_grad_norm=1e9", *overrides)
+def config(platform: str, *overrides: str, model: Path = MODEL) -> RunConfig:
+    return tiny_config(model, f"cluster.platform={platform}", "policy.max_grad_norm=1e9", *overrides)
 
 
 def gradients_of_a_step(rank: PolicyRank) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], float]:
@@ -160,17 +163,19 @@ def memory(platform: str, folder: Path) -> str:
     from lora_rl.config.model_files import read_model_facts
     from lora_rl.config.parameters import Shape, shape_of
 
-    settings, facts = config(platform, BFLOAT16), read_model_facts(str(MODEL))
+    # Libraries keep a workspace of up to 32 MiB each, which the tiny model would drown in.
+    model = make_model(folder / "model", layers=8, hidden_size=1024)
+    settings, facts = config(platform, BFLOAT16, model=model), read_model_facts(str(model))
     shape = shape_of(facts)
     assert isinstance(shape, Shape)
     trainer = trainer_of(settings, derive_layout(settings), shape, facts)
     planned = shape.on_stage(0, tp=1, pp=1) * 2 + parts.adapter_parameters(shape, trainer) * 4 * 4
-    rank = new_rank(platform, folder, BFLOAT16)
+    rank = new_rank(platform, folder, BFLOAT16, model=model)
     gradients_of_a_step(rank)
     if platform == "cpu":
         return f"planned {planned:,} bytes; measured on GPUs only"
     held = torch.cuda.memory_allocated()
-    assert abs(held - planned) < 0.05 * planned + 2**20, f"held {held}, planned {planned}"
+    assert -0.05 * planned < held - planned < 0.05 * planned + WORKSPACES, f"held {held}, planned {planned}"
     return f"{held:,} bytes held, {planned:,} planned; peak {torch.cuda.max_memory_allocated():,}"
 
 

@@ -81,7 +81,7 @@ def adapters(rank: PolicyRank, *, gradients: bool = False) -> dict[str, tuple[np
         for which, linear in enumerate((adapter.linear_in, adapter.linear_out)):
             weight = linear.weight
             split = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
-            mine[name, which] = ((weight.main_grad if gradients else weight.data).clone(), split)
+            mine[name, which] = ((weight.main_grad if gradients else weight.data).cpu().clone(), split)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     whole: dict[tuple[str, int], np.ndarray] = {}
@@ -108,7 +108,7 @@ def fingerprint(rank: PolicyRank) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(rank.model.module.state_dict().items()):
         if isinstance(tensor, torch.Tensor):
-            digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 
 
-def make_model(folder: Path, *, tied: bool = True, layers: int = 4, seed: int = 0, vocab_size: int = 264) -> Path:
+def make_model(
+    folder: Path,
+    *,
+    tied: bool = True,
+    layers: int = 4,
+    seed: int = 0,
+    vocab_size: int = 264,
+    hidden_size: int | None = None,
+) -> Path:
     """Write a checkpoint with grouped-query attention (4 query, 2 key-value heads) and perturbed norms.
 
     The tied one is a Qwen3, which normalises queries and keys, with heads wider than hidden size / heads; the untied
@@ -20,8 +28,8 @@ def make_model(folder: Path, *, tied: bool = True, layers: int = 4, seed: int = 
     make_config, make = (Qwen3Config, Qwen3ForCausalLM) if tied else (Qwen2Config, Qwen2ForCausalLM)
     config = make_config(
         vocab_size=vocab_size,
-        hidden_size=64 if tied else 128,
-        intermediate_size=96,
+        hidden_size=hidden_size or (64 if tied else 128),
+        intermediate_size=2 * hidden_size if hidden_size else 96,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

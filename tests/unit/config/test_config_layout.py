@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_rl.config import ConfigError, derive_layout, layout, load_config
+from lora_rl.config import ConfigError, as_sft, derive_layout, derive_sft_layout, layout, load_config
 from tests.unit.config.sample_files import write_model
 
 TP = "policy.megatron_cfg.tensor_model_parallel_size"
@@ -283,3 +283,10 @@ def test_importance_bounds_are_those_the_type_uses(config_file):
     assert bounds("tis") == (None, 2.0)
     assert bounds("icepop") == bounds("seq_mask") == (0.5, 2.0)
     assert bounds("null") == (None, None)
+
+
+def test_a_batch_of_examples_that_ranks_cannot_share_is_named_as_the_user_knows_it(config_file):
+    ranks = ["cluster.gpus_per_node=3", "grpo.num_prompts_per_step=33", "policy.train_global_batch_size=null"]
+    config = as_sft(load_config(config_file, [*ranks, "sft.batch_size=100"]))
+    with pytest.raises(ConfigError, match=r"sft\.batch_size = 100\n.*100 sequences do not divide over 3"):
+        derive_sft_layout(config)

@@ -242,6 +242,12 @@ CASES = [
     (["policy.generation.max_new_tokens=32"], "policy.generation.max_new_tokens", "must be less than", 31),
     ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "must be more than policy.generation.max_new_tokens", 32),
     (
+        ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{SYNC}.mode=adapter", "policy.precision=float32"],
+        f"{SYNC}.mode",
+        "vLLM's kernels for adapters take no float32 on GPUs",
+        "merged",
+    ),
+    (
         ["cluster.platform=cuda", "cluster.gpus_per_node=2", "policy.share_prompts=true"],
         "policy.share_prompts",
         "fused attention of GPUs takes no mask",
@@ -823,6 +829,13 @@ def test_experts_are_known_by_the_names_of_every_family(model_dir, refused, name
     path = model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: 8}))
     assert "in its experts" in refused(f"{TARGETS}=[linear_fc1]")[TARGETS].problem
+
+
+def test_a_vocabulary_that_ranks_cannot_share_is_refused(model_dir, refused):
+    """Nothing is padded."""
+    path, tp = model_dir / "config.json", "policy.megatron_cfg.tensor_model_parallel_size"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 265}))
+    assert "must divide the model's vocab_size = 265" in refused(f"{tp}=2")[tp].problem
 
 
 def test_nested_text_config_and_missing_kv_heads_are_understood(tmp_path, refused):

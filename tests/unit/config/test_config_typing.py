@@ -132,9 +132,26 @@ def test_every_key_refuses_a_mapping_under_its_own_name(refused):
         assert violations[key].problem.startswith("expected"), key
 
 
-def test_reference_to_another_key_is_refused(refused):
-    violations = refused("policy.tokenizer.name=${policy.model_name}")
-    assert "references to other keys are not supported" in violations["policy.tokenizer.name"].problem
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policy.tokenizer.name", "${policy.model_name}"),
+        ("logger.log_dir", "results/${policy.precision}"),
+        ("checkpointing.checkpoint_dir", "${HOME}/checkpoints"),
+        ("policy.generation.stop_strings", "['${data.stop}']"),
+    ],
+)
+def test_reference_to_another_key_is_refused(refused, key, value):
+    problem = refused(f"{key}={value}")[key].problem
+    assert "references to other keys or to the environment are not supported" in problem
+
+
+def test_a_home_folder_is_meant(config_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    folders = ["logger.log_dir=~/runs/x", "checkpointing.checkpoint_dir=~/kept", "checkpointing.enabled=true"]
+    config = load_config(config_file, folders)
+    assert config.logger.log_dir == "/home/somebody/runs/x"
+    assert config.checkpointing.checkpoint_dir == "/home/somebody/kept"
 
 
 def test_every_key_is_described_in_one_line():

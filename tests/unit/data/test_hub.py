@@ -44,6 +44,33 @@ def test_what_the_cache_has_is_used_without_asking(cache: Path) -> None:
     assert read_model_facts(ID).source == "cache"
 
 
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_the_cache_is_where_the_hubs_client_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "here"))
+    ask = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    put_into_cache(MODEL, ID, tmp_path / "elsewhere")
+    Path(said).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "elsewhere/hub").rename(said)
+    found = find_folder(ID)
+    assert found is not None and found.is_relative_to(said)
+
+
+def test_a_folder_that_lacks_weights_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model has no model\.safetensors: the folder is not a whole model"):
+        model_folder(str(tmp_path / "model"))
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json: no weight_map"):
+        model_folder(str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("lacking", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
 def test_a_part_of_a_model_is_not_taken_for_all_of_it(cache: Path, lacking: str) -> None:
     (put_into_cache(MODEL, ID, cache) / lacking).unlink()

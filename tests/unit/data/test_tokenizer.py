@@ -81,3 +81,22 @@ def test_an_undefined_end_token_is_an_error(model_dir, token):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "tokenizer.json",
+            "version https://git-lfs.github.com/spec/v1",
+            "tokenizer.json: not a file of the tokenizers",
+        ),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON: "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: must be a JSON object, not list"),
+        ("generation_config.json", "}", "generation_config.json: not JSON: "),
+    ],
+)
+def test_a_damaged_file_is_named(model_dir, file, content, message):
+    (model_dir / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(model_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 
 from lora_rl.lora.export import export_merged
 from lora_rl.lora.merge import AdapterTensors
-from lora_rl.lora.peft_io import PeftAdapter
+from lora_rl.lora.peft_io import PeftAdapter, write_peft
 from tests.support.batches import make_batch
 from tests.support.hf import hf_logprobs, load_hf, peft_model
 
@@ -158,3 +159,21 @@ def test_other_weights_beside_the_model_are_not_taken_for_it(base: Path, tmp_pat
     export_merged(both, new_adapter(base), tmp_path / "merged")
     assert not (tmp_path / "merged" / "consolidated.safetensors").exists()
     assert tensors_of(tmp_path / "merged").keys() == tensors_of(base).keys()
+
+
+def test_a_damaged_base_is_named_and_leaves_nothing(models: dict[str, Path], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(models["tied"], base)
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"base/model\.safetensors: not a readable safetensors file"):
+        export_merged(base, new_adapter(models["tied"]), tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_others_may_read_what_is_written(models: dict[str, Path], tmp_path: Path) -> None:
+    adapter = new_adapter(models["tied"])
+    export_merged(models["tied"], adapter, tmp_path / "merged")
+    write_peft(tmp_path / "adapter", adapter, base_model="x")
+    files = [*tmp_path.glob("*/*.safetensors")]
+    assert len(files) == 2 and {file.stat().st_mode & 0o777 for file in files} == {0o644}

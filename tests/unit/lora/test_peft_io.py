@@ -181,7 +181,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_remains(
     def full(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("lora_rl.lora.peft_io.save_file", full)
+    monkeypatch.setattr("lora_rl.lora.tensor_files.save_file", full)
     with pytest.raises(OSError, match="No space"):
         write_peft(tmp_path / "other", adapter(), base_model="base")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter"]

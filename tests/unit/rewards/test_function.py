@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lora_rl.rewards import RewardError, RewardReason, RewardResult, ScoreRequest
 from lora_rl.rewards.function import FunctionVerifier, load_function, to_result
@@ -114,6 +117,17 @@ def test_a_file_may_import_its_neighbour_and_use_dataclasses(tmp_path: Path) -> 
     )
     result = FunctionVerifier(f"{tmp_path}/with_neighbour.py:score").score(ScoreRequest("", ""))
     assert (result.value, result.reason) == (0.5, RewardReason.PARTIAL)
+
+
+def test_a_result_has_plain_numbers_and_a_known_reason() -> None:
+    """It is written as JSON, and its reason becomes a metric."""
+    given = RewardResult(np.float32(0.5), "partial", {"format": np.float64(1.0), "length": torch.tensor(2)})
+    result = to_result(given)
+    assert result == RewardResult(0.5, RewardReason.PARTIAL, {"format": 1.0, "length": 2.0})
+    assert result.reason is RewardReason.PARTIAL
+    assert json.loads(json.dumps([result.value, *result.components.values()])) == [0.5, 1.0, 2.0]
+    with pytest.raises(ValueError, match="cannot have the reason 'too_short'; valid are correct, partial, wrong"):
+        RewardResult(0.0, "too_short")
 
 
 @pytest.mark.parametrize("name", ["length penalty", "a:b", "L\u00e4nge"])

@@ -150,13 +150,26 @@ def test_the_best_and_the_newest_are_kept(
 def test_a_damaged_later_one_neither_costs_the_good_one_nor_the_run(tmp_path: Path, broken: str) -> None:
     """The run went on from before it; what it saves now must stay."""
     store, warnings = make_store(tmp_path, keep=1)
-    later = store.save(make(60, 0.9))
+    store.save(make(10, 0.1))
+    later = make_store(tmp_path)[0].save(make(60, 0.9))
     (later / ("metrics.jsonl" if broken == "payload" else "checkpoint.json")).write_text("{")
-    assert store.load_newest() is None
-    store.save(make(20, 0.1))
+    assert store.load_newest().step == 10
+    store.clean(10)
+    store.save(make(20, 0.2))
     assert store.names() == ["step_20"]
     assert store.load_newest().step == 20
-    assert warnings
+    # What is left of it is the user's.
+    assert (store.folder / "step_60.damaged" / "adapter").is_dir()
+    assert "step_60 is step_60.damaged now" in warnings[-1]
+
+
+def test_damaged_checkpoints_that_are_all_there_is_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    for step in (1, 2):
+        (store.save(make(step)) / "config.yaml").write_text("changed: by a search and replace")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*:\n  step_2: config.yaml has .*\n  step_1: config"):
+        store.load_newest()
+    assert store.names() == ["step_2", "step_1"]
 
 
 def test_a_failed_write_leaves_the_old_one_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import RunConfig
 from lora_rl.config.schema.grpo import AsyncGRPOConfig
 from lora_rl.data import PromptSource, load_tokenizer
@@ -28,6 +29,7 @@ from lora_rl.track import Console, PhaseTimer, RunRecorder, names, read_metrics
 from lora_rl.train.grpo import (
     is_stale,
     is_validation_step,
+    keep_after,
     minibatches,
     number_of_steps,
     rollout_metrics,
@@ -39,6 +41,7 @@ from lora_rl.train.grpo import (
 from lora_rl.train.job import Job
 from lora_rl.train.learning_signal import learning_signal
 from lora_rl.train.resume import Stop
+from lora_rl.train.run import described
 from lora_rl.train.weights import check_drift, parity_tolerance
 from tests.support.configs import tiny_config
 from tests.support.rollouts import ScriptedEngines, completion, prompt, rollout
@@ -390,6 +393,23 @@ def test_a_run_that_fails_between_two_steps_saves_the_last_one() -> None:
 @pytest.mark.parametrize("fails_in", ["training", "generation after a save"])
 def test_half_a_step_and_what_is_saved_already_are_not(fails_in: str) -> None:
     assert saved_when(fails_in)[0] == []
+
+
+def test_however_a_run_ends_what_was_trained_is_kept() -> None:
+    kept: list[dict[str, float]] = []
+    keep_after(KeyboardInterrupt(), lambda **options: kept.append(options))
+    keep_after(ValueError("the data are used up"), lambda **options: kept.append(options))
+    # Ranks that hang would keep the user waiting for what has happened.
+    assert kept == [{}, {"timeout_s": 60.0}]
+
+    def lost(**options: float) -> None:
+        raise WorkerError("rank 0 died")
+
+    error = WorkerError("rank 0 died first")
+    keep_after(error, lost)
+    assert described(error) == (
+        "WorkerError: rank 0 died first\nwhat was trained could not be kept either: rank 0 died"
+    )
 
 
 def test_a_checkpoint_that_fails_too_does_not_hide_the_cause() -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -108,3 +110,10 @@ def test_identity_follows_content_not_names(models: dict[str, Path], tmp_path: P
             check_fits(checkpoint, other)
         assert line in str(error.value)
         assert "cannot continue from checkpoints/step_10" in str(error.value)
+
+
+def test_what_a_hash_of_prompts_may_come_from_is_said() -> None:
+    same = {"data": {"prompts": "ab", "seed": 1}}
+    checkpoint: Any = SimpleNamespace(identity=same, path=Path("checkpoints/step_5"))
+    with pytest.raises(CheckpointError, match=r"data\.prompts: .*'ab'.*'cd' .*grpo\.next\.gate sets some"):
+        check_fits(checkpoint, {"data": {"prompts": "cd", "seed": 1}})

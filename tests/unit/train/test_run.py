@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lora_rl.config import RunConfig
+from lora_rl.config import RunConfig, derive_layout
 from lora_rl.track import RunRecorder, read_metrics
 from lora_rl.track.recorder import FILE_NAME
 from lora_rl.train.checkpoint import CheckpointStore
-from lora_rl.train.run import begin_with, find_run, free_run_dir
+from lora_rl.train.run import begin_with, find_run, free_run_dir, run
 from lora_rl.train.run_lock import FolderLocks
 from tests.support.configs import tiny_config
+from tests.support.hub import put_into_cache
 from tests.unit.train.test_checkpoint import Warnings, make
+
+PEFT = "policy.megatron_cfg.peft"
 
 
 @pytest.fixture
@@ -74,6 +77,49 @@ def test_checkpoints_elsewhere_belong_to_the_run_with_their_records(
     (second / FILE_NAME).write_bytes(given.metrics + b"and more")
     folder, resume, continues = find_run(config, warnings, locks)
     assert (folder, resume.step, continues) == (second, 10, True)
+
+
+def test_a_folder_in_between_that_was_removed_hides_nothing(
+    models: dict[str, Path], tmp_path: Path, locks: FolderLocks
+) -> None:
+    wanted, second = tmp_path / "run", tmp_path / "run-3"
+    for name in ("run-3", "run-2-eval", "run-03x", "run-1"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    config, warnings = saving(models["tied"], wanted), Warnings()
+    CheckpointStore(second / "checkpoints", keep=None, higher_is_better=True, warn=warnings).save(make(10))
+    folder, resume, _ = find_run(config, warnings, locks)
+    assert (folder, resume.step) == (second, 10)
+
+
+def test_a_run_whose_records_lost_their_end_is_still_that_run(
+    models: dict[str, Path], tmp_path: Path, locks: FolderLocks
+) -> None:
+    wanted, elsewhere = tmp_path / "run", tmp_path / "checkpoints"
+    config, warnings = saving(models["tied"], wanted, f"checkpointing.checkpoint_dir={elsewhere}"), Warnings()
+    given = make(10)
+    CheckpointStore(elsewhere, keep=None, higher_is_better=True, warn=warnings).save(given)
+    wanted.mkdir()
+    (wanted / FILE_NAME).write_bytes(given.metrics[: len(given.metrics) // 2])
+    assert find_run(config, warnings, locks)[0] == wanted
+
+
+def test_rules_that_need_the_model_see_one_that_was_just_downloaded(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the download nothing is known of it, and any layout is accepted."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    config = tiny_config("someone/tiny", f"logger.log_dir={tmp_path / 'run'}", f"{PEFT}.dim=9", tp=3)
+    layout = derive_layout(config)
+
+    def download(config: RunConfig, warn: Callable[[str], None]) -> None:
+        put_into_cache(models["tied"], "someone/tiny", tmp_path / "cache")
+
+    monkeypatch.setattr("lora_rl.train.run.load_data", download)
+    assert run(config, layout) == 1
+    said = capsys.readouterr().err
+    assert "tensor_model_parallel_size = 3" in said and "must divide the model's num_attention_heads = 4" in said
+    assert not (tmp_path / "run").exists()
 
 
 HOLDER = """

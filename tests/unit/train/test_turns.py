@@ -31,6 +31,9 @@ class Side:
     def reload(self) -> None:
         self._write("reload")
 
+    def give_back(self) -> None:
+        self._write("give_back")
+
     def sleep(self) -> None:
         self._write("sleep")
 
@@ -78,8 +81,10 @@ def test_what_leaves_the_device_leaves_before_the_other_side_comes(
 
     assert made(turns.to_engines) == ["rank offload"] * 2 + ["engine wake weights+kv_cache"]
     assert made(turns.to_trainer) == ["engine sleep"] + ["rank reload"] * 2
-    assert made(turns.to_both) == ["rank reload"] * 2 + ["engine wake weights"]
-    assert made(turns.to_both, generating=True) == ["rank reload"] * 2 + ["engine wake weights+kv_cache"]
+    # What training has freed is of no use to engines until torch gives it back.
+    both = ["rank reload"] * 2 + ["rank give_back"] * 2
+    assert made(turns.to_both) == [*both, "engine wake weights"]
+    assert made(turns.to_both, generating=True) == [*both, "engine wake weights+kv_cache"]
 
 
 def test_sides_with_devices_of_their_own_keep_what_they_have(new_turns: Callable[[bool], Turns], calls: Path) -> None:
