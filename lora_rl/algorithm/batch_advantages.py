@@ -50,11 +50,12 @@ def gdpo_advantages(
     *,
     normalize: bool,
     leave_one_out: bool,
+    weights: Mapping[str, float] | None = None,
     epsilon: float = 1e-6,
 ) -> Tensor:
     """Each component of the reward normalised within its group, then their sum over the batch (GDPO, arXiv:2601.05242).
 
-        a_i = sum over components of (r_i - baseline) / (std of the group + epsilon)
+        a_i = sum over components of weight * (r_i - baseline) / (std of the group + epsilon)
         A_i = (a_i - mean) / (std + epsilon)        over the trained sequences of the batch
 
     Normalising the sum instead, as GRPO does, gives the same advantage to rollouts that earned different components.
@@ -64,6 +65,7 @@ def gdpo_advantages(
         group_ids: [B] int64.
         trained: [B] bool; False leaves a sequence out of the batch's mean and std, but not out of its group.
         normalize, leave_one_out: of each component, see `group_advantages`.
+        weights: name -> weight of the component, 1 where it is not named.
         epsilon: floor added to each std.
 
     Returns:
@@ -85,7 +87,7 @@ def gdpo_advantages(
             )
         except ValueError as error:
             raise ValueError(f"reward component {name!r}: {error}") from error
-        total += part.advantages.double()
+        total += (weights or {}).get(name, 1.0) * part.advantages.double()
     return _standardise(total, trained, epsilon, scale=total.abs().amax() if len(total) else 0.0)
 
 

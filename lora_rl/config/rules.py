@@ -252,7 +252,14 @@ def sync_mode_fits(config: RunConfig) -> Iterator[Violation]:
         if rank > MAX_ENGINE_RANK:
             problem = f"vLLM serves adapters up to rank {MAX_ENGINE_RANK}; lower it, or use {prefix}.mode merged"
             yield Violation("policy.megatron_cfg.peft.dim", problem, rank)
-    if config.policy.generation.vllm_cfg.load_format == "dummy" and sync.mode != "merged":
+    dummy = config.policy.generation.vllm_cfg.load_format == "dummy"
+    if dummy and sync.mode == "merged" and sync.transport == "auto" and platform_of(config) == "cuda":
+        problem = (
+            f"a push from device to device does not prove that every weight of the engine was replaced; use auto, or "
+            f"{prefix}.transport shared_memory"
+        )
+        yield Violation("policy.generation.vllm_cfg.load_format", problem, "dummy")
+    if dummy and sync.mode != "merged":
         problem = f"mode {sync.mode} leaves untargeted weights as the engine loaded them; use auto"
         yield Violation("policy.generation.vllm_cfg.load_format", problem, "dummy")
 

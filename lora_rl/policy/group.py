@@ -119,7 +119,8 @@ class PolicyGroup:
             rates.append(results[0].learning_rate)
             tokens, sequences = tokens + step.global_tokens, sequences + step.global_sequences
             microbatches += len(cuts[0])
-        self.moved = any(rate > 0 for rate in rates)
+        # Importance weights may all be 0, as those that icepop masks: then nothing moves, unless moments do it.
+        self.moved = any(rate > 0 and norm > 0 for rate, norm in zip(rates, norms, strict=True))
         metrics = finalise(merge(parts), Normaliser(tokens=float(tokens), sequences=float(sequences)))
         return {
             **metrics,

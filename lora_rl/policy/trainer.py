@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from lora_rl.algorithm import LossSettings, MetricSum, Normaliser, as_floats, merge, policy_loss
 from lora_rl.lora.svd import spectrum_of
@@ -169,16 +169,19 @@ class PolicyRank:
             reference_logprobs=reference_logprobs,
             supervised=supervised,
         )
-        if not self._gradients_checked and np.any(shard.advantages != 0):
+        # Without loss scaling Megatron's optimizer looks at no gradient, and would go on with weights that are NaN.
+        any_gradient = self._finite_gradients()
+        # Importance weights may all be 0, as those that icepop masks: that says nothing of the adapters.
+        tells = any_gradient or not self.config.loss_fn.use_importance_sampling_correction
+        if not self._gradients_checked and tells and np.any(shard.advantages != 0):
             self._check_every_adapter_has_gradient()
             self._gradients_checked = True
         # The schedule counts from the step about to be taken, so that the first step already has a rate above 0.
         self.scheduler.step(increment=1)
         rate = self.learning_rate
         updated, grad_norm, _ = self.optimizer.step()
-        # Without loss scaling Megatron's optimizer looks at no gradient, and would go on with weights that are NaN.
-        if not updated or not math.isfinite(grad_norm or 0.0):
-            raise RuntimeError(f"the gradient norm is {float(grad_norm or 0.0)}: the update is not usable")
+        if not updated:
+            raise RuntimeError(f"the optimizer took no step; the gradient norm is {float(grad_norm or 0.0)}")
         metrics = as_floats(merge([r["metrics"] for r in results])) if self.reports_metrics else {}
         return StepResult(metrics, float(grad_norm or 0.0), rate, updated=True)
 
@@ -387,6 +390,25 @@ class PolicyRank:
 
     def _vector_to_device(self, values: np.ndarray, rows: list[int]) -> torch.Tensor:
         return torch.from_numpy(values[rows] if rows else np.zeros(1, np.float32)).to(self.platform.device)
+
+    def _finite_gradients(self) -> bool:
+        """Whether any gradient of any rank is not 0. Collective.
+
+        Raises:
+            RuntimeError: some gradient is no finite number.
+        """
+        found = torch.zeros(2, device=self.platform.device)
+        for chunk in self.model.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                # One pass. A sum of finite numbers that overflows is a gradient that nobody wants, either.
+                total = torch.linalg.vector_norm(buffer.grad_data, ord=1)
+                found += torch.stack([~torch.isfinite(total), total != 0])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(found)
+        unusable, any_gradient = found.tolist()
+        if unusable:
+            raise RuntimeError("the gradients are not finite: no step was taken, the weights are those before it")
+        return any_gradient > 0
 
     def _check_every_adapter_has_gradient(self) -> None:
         """With B = 0 only B receives a gradient in the first step, so one of the two factors is enough."""

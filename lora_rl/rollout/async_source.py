@@ -116,7 +116,8 @@ class AsyncRolloutSource:
             taken = [self._buffer.pop(number) for number in sorted(self._buffer)[: self._per_step]]
             self._waiting = False
             self._left -= self._per_step
-        self._metrics = self._describe(taken, depth, time.monotonic() - began)
+            # Within the lock: the collector counts on meanwhile, and what is counted starts anew here.
+            self._metrics = self._describe(taken, depth, time.monotonic() - began)
         return [rollout for ready in taken for rollout in ready.rollouts]
 
     def before_push(self, version: int) -> None:

@@ -10,6 +10,7 @@ train batch      the rollouts of one step as padded arrays, with advantages and 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -271,13 +272,16 @@ def build_train_batch(rollouts: Sequence[Rollout], advantages: Sequence[float]) 
 def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """The components of the rewards, one value per rollout, by name.
 
-    A verifier that gave no verdict on a completion (it was cut off, the time was over) reports no parts: all of its
-    parts are 0 there, as its value is.
+    A verifier that reports two or more parts is there with these; its own value, which is made of them, would count
+    them twice. A verifier that gave no verdict on a completion (it was cut off, the time was over) reports no parts:
+    all of its parts are 0 there, as its value is.
 
     Raises:
         ValueError: a verifier reports a part for one completion and, though it reports others, not for another.
     """
-    names = sorted({name for r in rollouts for name in r.reward_components})
+    every = {name for r in rollouts for name in r.reward_components}
+    parts_of = Counter(name.partition("/")[0] for name in every if "/" in name)
+    names = sorted(name for name in every if parts_of[name] < 2)
     parts: dict[str, list[float]] = {name: [] for name in names}
     for r in rollouts:
         for name in names:

@@ -223,9 +223,9 @@ class Extrapolation:
             rollouts = GateRollouts(self._job, self._config, self.ledger)
             try:
                 without, arms = measure(rollouts, self._settings.alphas, jump, lambda: self._restore(before))
-            except KeyboardInterrupt:
-                # What is kept of an interrupted run must not hold a jump that was only tried.
-                self._restore(before)
+            except BaseException as error:
+                # What is kept of a run that ends here must not hold a jump that was only tried.
+                self._leave(before, error)
                 raise
             verdict = decide(without, arms, limits(self._config))
             alpha, reason = verdict.alpha, verdict.reason
@@ -255,6 +255,13 @@ class Extrapolation:
         self._job.policy.load_state(before.adapter, before.state, same_layout=before.same_layout)
         # Whatever `write_back` is now: the jump may be from before a restart with another configuration.
         self._job.policy.extrapolation("set_merged", before.merged)
+
+    def _leave(self, before: Taken, error: BaseException) -> None:
+        try:
+            self._restore(before)
+        except Exception as another:
+            # Then it is the ranks that are lost, and nothing can be kept.
+            error.add_note(f"the jump that was being measured could not be taken back: {another}")
 
     def _push(self, source: RolloutSource) -> None:
         """Give the engines the policy's weights as a new version, whatever they held before."""

@@ -65,8 +65,12 @@ class GateRollouts:
         from lora_rl.rollout.types import build_train_batch
 
         self._job.turns.to_trainer()
-        batch = build_train_batch(self._without, [0.0] * len(self._without))
-        self._ledger.gate(generated=0, scored=sum(r.length for r in self._without))
+        # One may have ended before its first token.
+        sampled_from = [r for r in self._without if r.completion.token_ids]
+        if not sampled_from:
+            return np.zeros(1)
+        batch = build_train_batch(sampled_from, [0.0] * len(sampled_from))
+        self._ledger.gate(generated=0, scored=sum(r.length for r in sampled_from))
         logprobs = self._job.policy.logprobs(batch)
         time = np.arange(batch.token_ids.shape[1])
         sampled = (time >= batch.prompt_lengths[:, None]) & (time < batch.lengths[:, None])
@@ -81,7 +85,7 @@ class GateRollouts:
             alpha=alpha,
             rewards=tuple(statistics.fmean(by_prompt[group]) for group in sorted(by_prompt)),
             length=len(sampled) / len(rollouts),
-            entropy=-statistics.fmean(sampled),
+            entropy=-statistics.fmean(sampled) if sampled else 0.0,
             **more,
         )
 

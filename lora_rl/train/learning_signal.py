@@ -13,7 +13,7 @@ The order matters, and is this:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -137,6 +137,12 @@ def components_of(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     return {name: torch.tensor(values, dtype=torch.float32) for name, values in reward_parts(rollouts).items()}
 
 
+def component_weights(names: Iterable[str], config: RunConfig) -> dict[str, float]:
+    """Weight of each component: that of its verifier."""
+    of_verifier = {section.metric: section.weight for section in (config.reward, *config.reward.additional)}
+    return {name: of_verifier.get(name.partition("/")[0], 1.0) for name in names}
+
+
 def advantages_of(
     rollouts: Sequence[Rollout], rewards: Tensor, ids: Tensor, trained: Tensor, config: RunConfig
 ) -> Tensor:
@@ -156,7 +162,8 @@ def advantages_of(
         tokens = torch.tensor([len(r.completion.token_ids) for r in rollouts]) * trained
         return reinforce_plus_plus_advantages(rewards, ids, tokens, minus_baseline=grpo.adv_estimator.minus_baseline)
     if grpo.adv_estimator.name == "gdpo":
-        return gdpo_advantages(components_of(rollouts), ids, trained, **options)
+        components = components_of(rollouts)
+        return gdpo_advantages(components, ids, trained, weights=component_weights(components, config), **options)
     return group_advantages(rewards, ids, **options).advantages
 
 

@@ -97,7 +97,8 @@ class WeightSync:
         mode = manifest.mode + ("+sigma" if any(e.name.endswith(LORA_SIGMA) for e in manifest.entries) else "")
         # From device to device checksums are of another kind.
         mode += " streamed" if self._streamed else ""
-        return f"{mode} {manifest.rounding} {','.join(types)} {manifest.digest}"
+        rounding = f"stochastic-{manifest.seed}" if manifest.rounding == "stochastic" else manifest.rounding
+        return f"{mode} {rounding} {','.join(types)} {manifest.digest}"
 
     def _check_expected(self) -> None:
         expected, self._expected = self._expected, None

@@ -242,6 +242,12 @@ CASES = [
     (["policy.generation.max_new_tokens=32"], "policy.generation.max_new_tokens", "must be less than", 31),
     ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "must be more than policy.generation.max_new_tokens", 32),
     (
+        ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{VLLM}.load_format=dummy"],
+        f"{VLLM}.load_format",
+        "does not prove that every weight of the engine was replaced",
+        "auto",
+    ),
+    (
         ["cluster.platform=cuda", "cluster.gpus_per_node=2", f"{SYNC}.mode=adapter", "policy.precision=float32"],
         f"{SYNC}.mode",
         "vLLM's kernels for adapters take no float32 on GPUs",

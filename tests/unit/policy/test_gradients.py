@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lora_rl.config import RunConfig
 from tests.support.batches import make_batch, one_microbatch, token_budget
 from tests.support.configs import tiny_config
 from tests.support.hf import completion_mask, fused, hf_logprobs, load_hf
-from tests.support.lab import Survey, adapters, new_rank, old_logprobs_like, scale
+from tests.support.lab import Survey, adapters, fingerprint, new_rank, old_logprobs_like, scale
 from tests.support.ranks import run_ranks
 from tests.unit.conftest import BATCH_SEED, LAYOUTS
 
@@ -152,23 +153,54 @@ def test_every_policy_loss_is_the_same_however_the_batch_is_cut(models: dict[str
     assert len({alone[name][0][first][1].tobytes() for name in alone}) == len(POLICY_LOSSES)
 
 
-def train_on_spoiled(config: RunConfig, spoiled: float) -> str:
+def train_on_spoiled(config: RunConfig, spoiled: float) -> tuple[str, bool]:
     batch = make_batch(seed=9, sequences=4)
     batch.advantages[1] = spoiled
     shards, cuts = one_microbatch(batch, 1, None)
     rank = new_rank(config, b_std=0.05)
+    before = fingerprint(rank)
     try:
         rank.train_step(shards[0], cuts[0])
     except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+        return str(error), fingerprint(rank) == before
+    return "nothing was raised", False
 
 
 @pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
 @pytest.mark.parametrize("clip", ["1.0", "null"])
 def test_gradients_that_are_no_numbers_end_the_run(models: dict[str, Path], spoiled: float, clip: str) -> None:
-    [message] = run_ranks(train_on_spoiled, tiny_config(models["tied"], f"policy.max_grad_norm={clip}"), spoiled)
-    assert message.startswith("the gradient norm is ")
+    """Before any weight has changed: the run leaves what it had trained until then."""
+    [(message, unchanged)] = run_ranks(
+        train_on_spoiled, tiny_config(models["tied"], f"policy.max_grad_norm={clip}"), spoiled
+    )
+    assert message.startswith("the gradients are not finite")
+    assert unchanged
+
+
+@pytest.mark.slow
+def test_one_rank_that_is_spoiled_ends_all(models: dict[str, Path]) -> None:
+    config = tiny_config(models["tied"], tp=2, pp=2)
+    for message, unchanged in run_ranks(train_on_spoiled, config, float("nan"), tp=2, pp=2):
+        assert message.startswith("the gradients are not finite")
+        assert unchanged
+
+
+def train_on_masked(config: RunConfig) -> dict[str, Any]:
+    """A first step of which icepop masks every token, and then one that it does not touch."""
+    shards, cuts = one_microbatch(batch := make_batch(seed=9, sequences=4), 1, None)
+    rank = new_rank(config)
+    old = rank.logprobs(shards[0], cuts[0])
+    far = replace(batch, behaviour_logprobs=np.where(batch.behaviour_logprobs != 0, old - 5.0, 0.0).astype(np.float32))
+    near = replace(batch, behaviour_logprobs=np.where(batch.behaviour_logprobs != 0, old, 0.0).astype(np.float32))
+    norms = [rank.train_step(b, cuts[0]).grad_norm for b in (far, near)]
+    return {"norms": norms}
+
+
+def test_a_step_without_any_weight_is_not_taken_for_dead_adapters(models: dict[str, Path]) -> None:
+    correction = ("use_importance_sampling_correction=true", "importance_sampling_type=icepop")
+    config = tiny_config(models["tied"], *(f"loss_fn.{key}" for key in correction))
+    [found] = run_ranks(train_on_masked, config)
+    assert found["norms"][0] == 0 < found["norms"][1]
 
 
 def logprobs_with_dropout(config: RunConfig, plain: RunConfig) -> dict[str, Any]:

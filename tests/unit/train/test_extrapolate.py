@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import RunConfig
 from lora_rl.config.schema import SvdConfig
 from lora_rl.train.checkpoint import CheckpointError
@@ -310,19 +311,20 @@ class Recorded:
 
 
 @pytest.mark.parametrize("write_back", ["adapter", "merge"])
-def test_an_interrupted_gate_leaves_the_policy_as_it_was(
-    model: Path, monkeypatch: pytest.MonkeyPatch, write_back: str
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, WorkerError])
+def test_a_gate_that_ends_early_leaves_the_policy_as_it_was(
+    model: Path, monkeypatch: pytest.MonkeyPatch, write_back: str, error: type[BaseException]
 ) -> None:
-    """What an interrupted run keeps must not hold a jump that was only tried."""
+    """What a run keeps, however it ends, must not hold a jump that was only tried."""
     config = config_for(model, f"write_back={write_back}")
     policy = Recorded(config)
     job = SimpleNamespace(policy=policy, turns=SimpleNamespace(to_trainer=lambda: None))
     extrapolation = Extrapolation(job, config, SimpleNamespace(info=print), None, among={})
 
     def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr("lora_rl.train.extrapolate.measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         extrapolation._measured(5, SimpleNamespace(changes={}, predictor="scale"), None)
     assert policy.calls == ["merged", "load_state", "set_merged"]

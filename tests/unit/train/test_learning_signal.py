@@ -14,7 +14,7 @@ import pytest
 from lora_rl.config import RunConfig
 from lora_rl.rollout.source import is_informative
 from lora_rl.rollout.types import Rollout, StopReason, TrainBatch, reward_parts
-from lora_rl.train.learning_signal import LearningSignal, learning_signal
+from lora_rl.train.learning_signal import LearningSignal, components_of, learning_signal
 from tests.support.configs import tiny_config
 from tests.support.rollouts import rollout
 
@@ -138,6 +138,29 @@ def test_gdpo_takes_the_components_of_the_reward(config: RunConfig) -> None:
     rollouts = in_parts(group(0, (1, 1, 1, 0)), [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 0.0)])
     advantages = signal_of(rollouts, with_gdpo(config)).advantages
     assert advantages[0] > advantages[1] + 0.1
+
+
+def test_gdpo_weighs_components_as_the_reward_does(make: Any) -> None:
+    """One that counts for nearly nothing moves nearly nothing."""
+    rollouts = in_parts(group(0, (1, 1, 1, 0)), [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 0.0)])
+    rollouts = [replace(r, reward_components={"exact_match": r.reward_components["correct"],
+                                              "f": r.reward_components["format"]}) for r in rollouts]  # fmt: skip
+    advantages = {}
+    for weight in (0.001, 1.0, 1000.0):
+        more = f"reward.additional=[{{name: format, label: f, pattern: x, weight: {weight}}}]"
+        advantages[weight] = signal_of(rollouts, make(more, "grpo.adv_estimator.name=gdpo")).advantages
+    assert advantages[0.001][0] > 1.5 and abs(advantages[0.001][1] - advantages[0.001][3]) < 0.01
+    assert advantages[1000.0][1] > 0.5 and abs(advantages[1000.0][0] - advantages[1000.0][3]) < 0.01
+    assert advantages[1.0] != advantages[1000.0]
+
+
+def test_gdpo_takes_a_function_by_its_parts_or_by_its_value(config: RunConfig) -> None:
+    """Its value is made of its parts, which would count twice."""
+    both = [replace(r, reward_components={"function": a + b, "function/a": a, "function/b": b})
+            for r, (a, b) in zip(group(0, (1, 1, 0)), [(1, 0), (0, 1), (0, 0)], strict=True)]  # fmt: skip
+    assert sorted(components_of(both)) == ["function/a", "function/b"]
+    one = [replace(r, reward_components={"function": 1.0, "function/a": 0.5, "other": 0.0}) for r in both]
+    assert sorted(components_of(one)) == ["function", "function/a", "other"]
 
 
 def test_gdpo_judges_groups_by_their_components(config: RunConfig) -> None:
