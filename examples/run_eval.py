@@ -19,7 +19,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,4") from None
 
 
 def main() -> int:

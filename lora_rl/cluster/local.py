@@ -79,7 +79,7 @@ def _start(num_cpus: int, num_gpus: int) -> None:
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",
-                # Objects here are token ids and metrics; weights never travel through the object store.
+                # Objects here are token ids and metrics, and adapters when they are saved; larger ones go to the disk.
                 object_store_memory=256 * 1024**2,
             )
             return

@@ -307,7 +307,7 @@ def platform_of(config: RunConfig) -> PlatformName:
     """`cluster.platform`, with `auto` looked up on this machine."""
     if config.cluster.platform != "auto":
         return config.cluster.platform
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None and count_gpus() == 0
     return "cuda" if not hidden and (_gpu_devices() or shutil.which("nvidia-smi")) else "cpu"
 
 

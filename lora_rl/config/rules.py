@@ -298,6 +298,14 @@ def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{prefix}.lora_B_init_method", problem, peft.lora_B_init_method)
 
 
+def stop_strings_are_not_empty(config: RunConfig) -> Iterator[Violation]:
+    """Every text has the empty one in it."""
+    stops = config.policy.generation.stop_strings
+    if "" in (stops or []):
+        problem = "an empty string would end every completion at once; leave it out"
+        yield Violation("policy.generation.stop_strings", problem, stops)
+
+
 def early_stop_needs_validation(config: RunConfig) -> Iterator[Violation]:
     """Nothing is compared when nothing is measured."""
     if config.grpo.early_stop_patience is not None and config.grpo.val_period == 0:
@@ -394,6 +402,7 @@ RULES: tuple[Rule, ...] = (
     all_weights_are_trained_plainly,
     target_needs_validation,
     early_stop_needs_validation,
+    stop_strings_are_not_empty,
     adapter_rank_divides,
     sequence_parallel_fits,
     chat_template_exists,

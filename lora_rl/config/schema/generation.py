@@ -100,7 +100,9 @@ class GenerationConfig(Section):
         None, description="Sample from this many most probable tokens; null, -1 or 0: off."
     )
     max_new_tokens: PositiveInt = Field(1024, description="Longest completion, in tokens.")
-    stop_token_ids: list[int] | None = Field(None, description="Token ids that end a completion, besides EOS.")
+    stop_token_ids: list[NonNegativeInt] | None = Field(
+        None, description="Token ids that end a completion, besides EOS."
+    )
     stop_strings: list[str] | None = Field(None, description="Strings that end a completion.")
     max_attempts: PositiveInt = Field(
         3, description="Times a prompt is generated from, when engines fail over it or its rollouts get too old."

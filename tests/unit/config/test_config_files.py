@@ -172,7 +172,7 @@ def test_round_trip(tmp_path, config_file):
     overrides = [
         "policy.megatron_cfg.optimizer.lr=1e-5",
         "policy.max_grad_norm=null",
-        r'policy.generation.stop_strings=["\n", "null", "None", "~", "", "é: #"]',
+        r'policy.generation.stop_strings=["\n", "null", "None", "~", " ", "é: #"]',
         "logger.wandb.name='none'",
         "logger.wandb.project=007",
         "policy.generation.stop_token_ids=[1, 2]",

@@ -515,6 +515,12 @@ CASES = [
         "every completion is truncated and none is left",
         "false",
     ),
+    (
+        ["policy.generation.stop_strings=['', x]"],
+        "policy.generation.stop_strings",
+        "an empty string would end every completion at once",
+        "[x]",
+    ),
     ([JUMPS, f"{NEXT}.snapshots=6"], f"{NEXT}.snapshots", "auto and its back-test need at least 7 snapshots", 7),
     (
         [JUMPS, f"{NEXT}.predictor.type=linear", f"{NEXT}.snapshots=5"],

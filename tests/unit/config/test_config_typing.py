@@ -101,7 +101,7 @@ def test_a_whole_section_is_merged(config_file):
         ("policy.megatron_cfg.optimizer.lr=-inf", "expected number > 0"),
         ("policy.max_grad_norm=big", "expected number > 0 | null"),
         ("policy.megatron_cfg.peft.target_modules=linear_qkv", "expected list of text"),
-        ("policy.generation.stop_token_ids=[1, two]", "expected list of int | null"),
+        ("policy.generation.stop_token_ids=[1, two]", "expected list of int >= 0 | null"),
         ("policy.generation.stop_token_ids=[1, 2", "not valid YAML"),
         ("policy.generation.top_p=1.5", "expected number > 0 and <= 1"),
         ("policy.megatron_cfg.peft.dropout=1", "expected number >= 0 and < 1"),
