@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FOLDER = "adapter"
 # Seconds for ranks to give the adapter when something has failed: they may be what has.
-_LAST_WORD_S = 60.0
+_LAST_WORD_S = 20.0
 
 
 def run_grpo(

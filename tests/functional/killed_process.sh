@@ -53,6 +53,9 @@ saved=$(cat "$work/engine/checkpoints/latest" 2>/dev/null || true)
 last=step_$(($(wc -l <"$work/engine/metrics.jsonl") - 1))
 [ "$saved" = "$last" ] && note ok "lost engine: checkpoint $saved was written" || note fail "lost engine: $saved, want $last"
 
+[ -s "$work/engine/adapter/adapter_model.safetensors" ] && note ok "lost engine: the adapter was kept" ||
+  note fail "lost engine: the adapter was not kept"
+
 run hung rank_0 STOP cluster.step_timeout_s=10
 [ "$code" -eq 1 ] && note ok "hung rank: exit code 1" || note fail "hung rank: exit code $code, want 1"
 [ "$took" -le 60 ] && note ok "hung rank: ended after $took s" || note fail "hung rank: took $took s"

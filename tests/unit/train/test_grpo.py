@@ -400,7 +400,7 @@ def test_however_a_run_ends_what_was_trained_is_kept() -> None:
     keep_after(KeyboardInterrupt(), lambda **options: kept.append(options))
     keep_after(ValueError("the data are used up"), lambda **options: kept.append(options))
     # Ranks that hang would keep the user waiting for what has happened.
-    assert kept == [{}, {"timeout_s": 60.0}]
+    assert kept == [{}, {"timeout_s": 20.0}]
 
     def lost(**options: float) -> None:
         raise WorkerError("rank 0 died")
