@@ -77,8 +77,8 @@ SECTIONS = (
     Section(
         "model_size",
         "Larger models, longer completions",
-        "Random weights, 64 completions per step (135M in microbatches of 1,024 tokens). `token_mult_prob_error` is the mean of exp|trainer logprob - engine "
-        "logprob|: 1 when both compute the same.",
+        "Random weights, 64 completions per step (135M in microbatches of 1,024 tokens). `token_mult_prob_error` is "
+        "the mean of exp|trainer logprob - engine logprob|: 1 when both compute the same.",
         ("model_size.png", "tokens per second of generation and training over model size and over length"),
     ),
 )

@@ -222,6 +222,10 @@ class Engine:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        if self._asleep:
+            raise RuntimeError(
+                f"the engine's {' and '.join(sorted(self._asleep))} sleep: wake them before it generates"
+            )
         if is_probe:
             params.output_kind = RequestOutputKind.FINAL_ONLY
         # Keys and values cached under one weight version are never found by requests of another.
@@ -339,7 +343,7 @@ class Engine:
         Raises:
             SyncError: a worker did not load exactly what the manifest says.
         """
-        self._refuse_while_running()
+        self._refuse_while_busy()
         push = Manifest.from_dict(manifest)
         if self._adapters is not None:
             reports = [self._adapters.load(push, self._settings.model)]
@@ -353,7 +357,7 @@ class Engine:
 
     def transfer(self, method: str, *args: Any) -> None:
         """One call of vLLM's weight-transfer interface, made by the trainer's rank 0 as it streams weights."""
-        self._refuse_while_running()
+        self._refuse_while_busy()
         getattr(self.llm, method)(*args)
 
     def confirm_push(self, manifest: dict[str, Any]) -> list[SyncReport]:
@@ -378,7 +382,9 @@ class Engine:
         if not freed and (recompute or not self.busy):
             raise SyncError("vLLM refused to reset its prefix cache; requests were still running")
 
-    def _refuse_while_running(self) -> None:
+    def _refuse_while_busy(self) -> None:
+        if "weights" in self._asleep:
+            raise SyncError("the engine's weights sleep: wake them before they are replaced")
         if self._running and self._adapters is None and not self._settings.in_flight_updates:
             raise SyncError(
                 f"{len(self._running)} requests are running, and their weights may not change: set "
