@@ -219,13 +219,11 @@ class Engine:
     def _start(
         self, name: str, tokens: Sequence[int], params: Any, cache: str = "", *, is_probe: bool = False
     ) -> _Running:
+        if self._asleep:
+            raise RuntimeError(f"the engine's {' and '.join(sorted(self._asleep))} sleep: wake them to generate")
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        if self._asleep:
-            raise RuntimeError(
-                f"the engine's {' and '.join(sorted(self._asleep))} sleep: wake them before it generates"
-            )
         if is_probe:
             params.output_kind = RequestOutputKind.FINAL_ONLY
         # Keys and values cached under one weight version are never found by requests of another.

@@ -13,6 +13,7 @@ import torch
 
 from lora_rl.rollout.engine import Engine
 from lora_rl.rollout.types import Completion, GenerationRequest, SamplingSettings, StopReason
+from lora_rl.sync.errors import SyncError
 from tests.support.engine_process import EngineProcess
 from tests.support.hf import load_hf
 from tests.support.lab import Survey
@@ -220,3 +221,14 @@ def test_an_engine_that_is_half_awake_goes_back_to_sleep() -> None:
     engine.sleep()
     engine.wake(["weights", "kv_cache"])
     assert calls == ["sleep", "weights", "sleep", "kv_cache+weights"]
+
+
+def test_an_engine_that_sleeps_neither_generates_nor_takes_weights() -> None:
+    """Its memory is unmapped, or somebody else's."""
+    engine = object.__new__(Engine)
+    engine._asleep, engine._running, engine._adapters = {"kv_cache", "weights"}, {}, None
+    with pytest.raises(RuntimeError, match="kv_cache and weights sleep: wake them to generate"):
+        engine._start("0", (3, 4), None)
+    for push in (lambda: engine.load_push({}), lambda: engine.transfer("start_weight_update")):
+        with pytest.raises(SyncError, match="weights sleep: wake them before they are replaced"):
+            push()
