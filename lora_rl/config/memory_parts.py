@@ -113,7 +113,10 @@ def layer_activations(shape: Shape, trainer: Trainer) -> int:
     else:
         attention += 3 * q + shape.heads // tp * trainer.length
         activation = 4 * f
-    inputs = {"linear_qkv": h, "linear_proj": q, "linear_fc1": h * k, "linear_fc2": f}
+    # With sequence parallelism adapters keep their part of the tokens and gather the others once more, unless layers
+    # are computed again as a whole.
+    own = h if trainer.recompute else h // trainer.between_parts
+    inputs = {"linear_qkv": own, "linear_proj": q, "linear_fc1": own * k, "linear_fc2": f}
     between = {"linear_qkv": r, "linear_proj": r, "linear_fc1": r * k, "linear_fc2": r * k}
     adapters = sum((inputs[name] + between[name]) * count for name, count in trainer.adapted.items()) // shape.layers
     return n * (p * (norms + attention + activation) + FLOAT32 * adapters)

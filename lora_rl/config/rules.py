@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -293,9 +294,22 @@ def start_adapter_is_there(config: RunConfig) -> Iterator[Violation]:
     if missing:
         problem = f"must be a PEFT directory; it has no {' and no '.join(missing)}"
         yield Violation(f"{prefix}.adapter_path", problem, peft.adapter_path)
+    elif (rank := _largest_rank(Path(peft.adapter_path) / PEFT_FILES[0])) > peft.dim:
+        problem = f"the adapter in {prefix}.adapter_path has rank {rank}; use at least that"
+        yield Violation(f"{prefix}.dim", problem, peft.dim)
     if peft.lora_B_init_method != "zero":
         problem = "has no effect with adapter_path, which sets every B; leave it at zero"
         yield Violation(f"{prefix}.lora_B_init_method", problem, peft.lora_B_init_method)
+
+
+def _largest_rank(file: Path) -> int:
+    """Of a PEFT adapter's modules; 0 where its settings do not say, which is an error when it is read."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        ranks = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
+        return max(rank if isinstance(rank, int) else 0 for rank in ranks)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0
 
 
 def stop_strings_are_not_empty(config: RunConfig) -> Iterator[Violation]:

@@ -684,6 +684,26 @@ def test_rule_fires_and_its_remedy_works(refused, config_file, overrides, key, m
     load_config(config_file, [*overrides, f"{key}={'null' if remedy is None else remedy}"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [
+        ({"r": 16}, 16),
+        ({"r": 4, "rank_pattern": {"q_proj": 12}}, 12),
+        ({"r": 8}, None),
+        ({"r": "eight"}, None),
+        ([], None),
+    ],
+)
+def test_an_adapter_of_a_higher_rank_is_refused_before_anything_starts(refused, config_file, settings, rank):
+    Path(ADAPTER, "adapter_config.json").write_text(json.dumps(settings))
+    overrides = [f"{PEFT}.adapter_path={ADAPTER}", f"{PEFT}.dim=8"]
+    if rank is None:
+        # What is wrong with the settings is said when the adapter is read.
+        load_config(config_file, overrides)
+    else:
+        assert f"has rank {rank}; use at least that" in refused(*overrides)[f"{PEFT}.dim"].problem
+
+
 def test_every_rule_fires_in_some_case(refused, monkeypatch):
     fired = set()
 
