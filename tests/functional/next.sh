@@ -36,7 +36,9 @@ jumps = [r["step"] for r in read_metrics(Path(sys.argv[1])) if r.get("next/alpha
 print(min(jumps[0] + 1, 13) if jumps else 10)
 PYTHON
 )
-run parts grpo_next_tiny_cpu.yaml "grpo.max_num_steps=$stop" "${saved[@]}"
+# As a run that was killed there leaves it. (With grpo.max_num_steps=$stop no jump would be proposed so near to the end.)
+mkdir -p "$work/parts/checkpoints"
+cp -r "$work/whole/checkpoints/step_$stop" "$work/parts/checkpoints/"
 run parts grpo_next_tiny_cpu.yaml grpo.max_num_steps=14 "${saved[@]}"
 run async grpo_async_tiny_cpu.yaml grpo.max_num_steps=14
 uv run tests/functional/check_metrics.py "$work/async/metrics.jsonl" "max(rollout/age_max) <= 1" \
