@@ -38,8 +38,9 @@ _PATH_KEYS = (
 
 # Relative to the current directory.
 _FOLDERS_TO_MAKE = (("logger", "log_dir"), ("checkpointing", "checkpoint_dir"))
-# As OmegaConf and shells have it.
-_REFERENCE = re.compile(r"\$\{[\w.:-]+\}")
+# As OmegaConf and shells have it; within other text only where that is a path, as it may mean itself elsewhere.
+_REFERENCE = re.compile(r"\$\{[^}]*\}")
+_WITHIN = {*_PATH_KEYS, *map(".".join, _FOLDERS_TO_MAKE)}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -172,7 +173,7 @@ def _take_out_unknown(tree: dict[str, Any], prefix: str, document: Document) -> 
                 [(name, value)] = value.items()
                 path += f".{name}"
             yield unknown_key(path, value, origin)
-        elif any(isinstance(v, str) and _REFERENCE.search(v) for v in (value if isinstance(value, list) else [value])):
+        elif isinstance(value, str) and (_REFERENCE.search if path in _WITHIN else _REFERENCE.fullmatch)(value):
             del tree[name]
             problem = "references to other keys or to the environment are not supported; write the value"
             yield Violation(path, problem, value, origin=document.origins.get(path))

@@ -83,7 +83,8 @@ def reward_labels_differ(config: RunConfig) -> Iterator[Violation]:
         if label in REASON_NAMES:
             problem = f"the share of completions with this reason is called so; not {', '.join(REASON_NAMES)}"
             yield Violation(f"{key}.label", problem, label)
-        if not is_metric_part(label):
+        # A part of a verifier follows its label and a slash.
+        if not is_metric_part(label) or "/" in label:
             problem = f"it becomes the name of a metric, which has {ALLOWED} only"
             yield Violation(f"{key}.label", problem, label)
         seen.add(label)

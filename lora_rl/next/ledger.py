@@ -13,7 +13,7 @@ class Ledger:
         optimizer_steps: taken in all, those undone by rollbacks included.
         wasted_steps: of those, the ones that rollbacks undid.
         generated_tokens, trained_tokens: by training steps.
-        scored_tokens: tokens that training steps ran the trainer over for old and reference logprobs.
+        scored_tokens: tokens that training steps ran the trainer over for old and reference logprobs, and probes.
         gate_generated_tokens: completions of the gate's prompts, for every alpha and without a jump.
         gate_scored_tokens: tokens the trainer ran over to measure the KL of jumps.
         seconds: wall time of steps, the gate's included.

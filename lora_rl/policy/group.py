@@ -78,6 +78,10 @@ class PolicyGroup:
         self.moved = False
         self.scored_tokens = 0
 
+    def hurry(self, timeout_s: float) -> None:
+        """From here on ranks count as hung after so many seconds, if not earlier."""
+        self._timeout = min(self._timeout, timeout_s)
+
     def train(
         self, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, old_logprobs: np.ndarray | None = None
     ) -> dict[str, float]:

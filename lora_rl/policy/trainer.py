@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import TrainBatch
 
 
+# Corrections that give tokens the weight 0, and how many first steps may consist of such tokens only.
+_MASKING, _MOST_EXCUSED = ("icepop", "seq_mask"), 8
+
+
 class AdapterGradientError(RuntimeError):
     """An adapter took part in no gradient although the batch carried a signal: it would never train."""
 
@@ -122,6 +126,7 @@ class PolicyRank:
         model_config.grad_scale_func = None
         model_config.timers = None
         self._gradients_checked = False
+        self._excused = 0
         self.merged = MergedJumps(self.model)
         self._svd = svd.enabled
         self.freeze_reference()
@@ -171,11 +176,15 @@ class PolicyRank:
         )
         # Without loss scaling Megatron's optimizer looks at no gradient, and would go on with weights that are NaN.
         any_gradient = self._finite_gradients()
-        # Importance weights may all be 0, as those that icepop masks: that says nothing of the adapters.
-        tells = any_gradient or not self.config.loss_fn.use_importance_sampling_correction
-        if not self._gradients_checked and tells and np.any(shard.advantages != 0):
-            self._check_every_adapter_has_gradient()
-            self._gradients_checked = True
+        if not self._gradients_checked and np.any(shard.advantages != 0):
+            loss = self.config.loss_fn
+            masks = loss.use_importance_sampling_correction and loss.importance_sampling_type in _MASKING
+            # They may mask every token of a step: that says nothing of the adapters, unless it goes on.
+            if any_gradient or not masks or self._excused == _MOST_EXCUSED:
+                self._check_every_adapter_has_gradient()
+                self._gradients_checked = True
+            else:
+                self._excused += 1
         # The schedule counts from the step about to be taken, so that the first step already has a rate above 0.
         self.scheduler.step(increment=1)
         rate = self.learning_rate

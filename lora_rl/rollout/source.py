@@ -232,15 +232,24 @@ class DynamicSampling:
         self.generated += 1
         self.tokens += sum(len(r.completion.token_ids) for r in rollouts)
         self._rewards.append(statistics.fmean(r.reward for r in rollouts))
-        is_kept = not self.enabled or is_informative(rollouts, by_component=self._by_component)
-        self.kept += is_kept
+        if not self.enabled or is_informative(rollouts, by_component=self._by_component):
+            self.kept += 1
+            return True
+        self.check_bound()
+        return False
+
+    def check_bound(self) -> None:
+        """Before more is generated for this step.
+
+        Raises:
+            ValueError: see `keep`.
+        """
         if self.enabled and self.generated >= self._limit and self.kept < self._wanted:
             raise ValueError(
                 f"grpo.dynamic_sampling_max_gen_batches: {self._rounds} batches were generated and only {self.kept} of "
                 f"{self.generated} groups have different rewards, {self._wanted} are needed: the prompts are all too "
                 "easy or too hard for this model. Use other prompts, more completions per prompt, or raise the bound"
             )
-        return is_kept
 
     def forget(self, count: int) -> None:
         """As many groups that were kept are given up; others take their place, and are counted instead."""
@@ -281,6 +290,7 @@ class SyncRolloutSource:
         """Draw prompts and sample a group of completions for each, until there are enough groups to train on."""
         grpo, kept = self.config.grpo, []
         while (missing := grpo.num_prompts_per_step - len(kept)) > 0:
+            self._filter.check_bound()
             groups = self.queue.draw(missing)
             sampling = training_sampling(self.config)
             scored, refused = self.generator.answer(groups, grpo.num_generations_per_prompt, sampling, purpose="train")

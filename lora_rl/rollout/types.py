@@ -277,7 +277,8 @@ def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     all of its parts are 0 there, as its value is.
 
     Raises:
-        ValueError: a verifier reports a part for one completion and, though it reports others, not for another.
+        ValueError: a verifier reports a part for one completion and not for another, for which it reports other
+            parts, or a value that is not 0.
     """
     every = {name for r in rollouts for name in r.reward_components}
     parts_of = Counter(name.partition("/")[0] for name in every if "/" in name)
@@ -287,7 +288,8 @@ def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         for name in names:
             label, _, part = name.partition("/")
             value = r.reward_components.get(name)
-            if value is None and part and not any(other.startswith(f"{label}/") for other in r.reward_components):
+            others = any(other.startswith(f"{label}/") for other in r.reward_components)
+            if value is None and part and not others and not r.reward_components.get(label):
                 value = 0.0
             if value is None:
                 raise ValueError(

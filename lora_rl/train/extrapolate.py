@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lora_rl.train.job import Job
 
 PHASE = "extrapolation"
+# Seconds for ranks to answer when something has failed: they may be what has.
+LAST_WORD_S = 20.0
 
 
 @dataclass
@@ -252,15 +254,25 @@ class Extrapolation:
 
     def _restore(self, before: Taken) -> None:
         self._job.turns.to_trainer()
+        self._put_back(before)
+
+    def _put_back(self, before: Taken) -> None:
         self._job.policy.load_state(before.adapter, before.state, same_layout=before.same_layout)
         # Whatever `write_back` is now: the jump may be from before a restart with another configuration.
         self._job.policy.extrapolation("set_merged", before.merged)
 
     def _leave(self, before: Taken, error: BaseException) -> None:
+        """Take a jump back that was being measured. Ranks may be what has failed, and must not be waited for long."""
+        if not isinstance(error, KeyboardInterrupt):
+            self._job.policy.hurry(LAST_WORD_S)
         try:
-            self._restore(before)
+            self._job.turns.to_trainer()
         except Exception as another:
-            # Then it is the ranks that are lost, and nothing can be kept.
+            # The adapters are where they always are.
+            error.add_note(f"the devices were not handed back: {another}")
+        try:
+            self._put_back(before)
+        except Exception as another:
             error.add_note(f"the jump that was being measured could not be taken back: {another}")
 
     def _push(self, source: RolloutSource) -> None:

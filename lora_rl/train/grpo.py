@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rl.track import Console, PhaseTimer, RunRecorder, Sample, names
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
-from lora_rl.train.extrapolate import Extrapolation
+from lora_rl.train.extrapolate import LAST_WORD_S, Extrapolation
 from lora_rl.train.extrapolation_state import load_extrapolation, save_extrapolation
 from lora_rl.train.job import Data, Job, start_job
 from lora_rl.train.learning_signal import LearningSignal, learning_signal
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from lora_rl.rollout.types import Rollout, TrainBatch
 
 ADAPTER_FOLDER = "adapter"
-# Seconds for ranks to give the adapter when something has failed: they may be what has.
-_LAST_WORD_S = 20.0
 
 
 def run_grpo(
@@ -115,7 +113,7 @@ def keep_after(error: BaseException, keep_result: Callable[..., None]) -> None:
         keep_result()
         return
     try:
-        keep_result(timeout_s=_LAST_WORD_S)
+        keep_result(timeout_s=LAST_WORD_S)
     except Exception as another:
         error.add_note(f"what was trained could not be kept either: {another}")
 

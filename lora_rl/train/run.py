@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import glob
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
 
 from lora_rl.cluster.workers import WorkerError
 from lora_rl.config import ConfigError, resolved_yaml
@@ -233,13 +237,26 @@ def find_run(
 
 
 def run_folders(wanted: Path) -> list[Path]:
-    """Those of `wanted`, `wanted-2`, `wanted-3`, ... that exist, in this order; any may have been removed."""
+    """The run folders of `wanted` that exist: itself, `wanted-2`, `wanted-3`, ...
+
+    Any may have been removed. After a gap only those count whose config.yaml says that they are of `wanted`: others may
+    have such names, too.
+    """
     numbered = {1: wanted} if wanted.exists() else {}
     for folder in wanted.parent.glob(f"{glob.escape(wanted.name)}-*"):
         number = folder.name.removeprefix(f"{wanted.name}-")
-        if number.isdecimal() and number.isascii() and int(number) > 1 and folder.is_dir():
+        if re.fullmatch("[1-9][0-9]*", number) and int(number) > 1 and folder.is_dir():
             numbered[int(number)] = folder
-    return [numbered[n] for n in sorted(numbered)]
+    unbroken = set(takewhile(numbered.__contains__, count(1)))
+    return [numbered[n] for n in sorted(numbered) if n in unbroken or _is_of(numbered[n], wanted)]
+
+
+def _is_of(folder: Path, wanted: Path) -> bool:
+    try:
+        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["logger"]["log_dir"]
+        return Path(found).absolute() == wanted.absolute()
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return False
 
 
 def run_evaluation(

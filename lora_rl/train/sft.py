@@ -157,6 +157,8 @@ def keep_result(policy: PolicyGroup, config: RunConfig, run_dir: Path, **options
         options: of `PolicyGroup.save_adapter` and `save_model`.
     """
     if config.sft.train_all_weights:
+        # There is more to write.
+        options = {name: 10 * seconds for name, seconds in options.items()}
         keep(partial(policy.save_model, **options), run_dir / MODEL_FOLDER)
     else:
         keep_adapter(policy, run_dir / ADAPTER_FOLDER, **options)

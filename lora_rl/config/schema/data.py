@@ -99,7 +99,7 @@ class DataConfig(Section):
 
 
 class SFTConfig(Section):
-    """`sft`: what `run_sft.py` takes instead of `grpo`, but for its seed, its val_at_start and sizes of validation."""
+    """`sft`: what `run_sft.py` takes instead of `grpo`, of which it has seed, val_at_start and sizes of validation."""
 
     train_path: str | None = Field(
         None, description="Examples to train on, a file or folder as data.train_path; null: the source of data."

@@ -44,7 +44,7 @@ class NextGateConfig(Section):
     """`grpo.next.gate`: measuring a jump before it is taken."""
 
     enabled: bool = Field(True, description="Take a jump only if it gains reward on prompts kept for this.")
-    # A normal bound for the mean needs some.
+    # A normal bound for the mean needs some prompts.
     num_prompts: Annotated[int, Ge(16)] = Field(
         128, description="Training prompts set aside for the gate: neither trained nor validated on."
     )

@@ -89,6 +89,10 @@ def test_a_module_of_the_current_directory_is_found(config_file: Path, tmp_path:
     assert "is not Python: invalid syntax" in str(refused(*wanted)["reward.function"])
 
 
+def test_a_label_has_no_slash_which_parts_follow(refused) -> None:
+    assert "a/b" in str(refused("reward.name=numeric", "reward.label=a/b")["reward.label"])
+
+
 @pytest.mark.parametrize("label", ["length penalty", "a:b", "L\u00e4nge", ""])
 def test_a_label_is_the_name_of_a_metric(config_file: Path, refused, label: str) -> None:
     from lora_rl.config.metric_names import is_metric_part

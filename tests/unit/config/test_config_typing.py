@@ -138,12 +138,20 @@ def test_every_key_refuses_a_mapping_under_its_own_name(refused):
         ("policy.tokenizer.name", "${policy.model_name}"),
         ("logger.log_dir", "results/${policy.precision}"),
         ("checkpointing.checkpoint_dir", "${HOME}/checkpoints"),
-        ("policy.generation.stop_strings", "['${data.stop}']"),
+        ("logger.log_dir", "${oc.env:RUNS,/tmp}/x"),
+        ("checkpointing.checkpoint_dir", "${HOME:-/tmp}"),
+        ("logger.wandb.name", "${now:%Y-%m-%d}"),
     ],
 )
 def test_reference_to_another_key_is_refused(refused, key, value):
     problem = refused(f"{key}={value}")[key].problem
     assert "references to other keys or to the environment are not supported" in problem
+
+
+def test_a_text_may_have_what_looks_like_a_reference(config_file):
+    config = load_config(config_file, ["policy.generation.stop_strings=['${x}']", "logger.wandb.name='a ${b} c'"])
+    assert config.policy.generation.stop_strings == ["${x}"]
+    assert config.logger.wandb.name == "a ${b} c"
 
 
 def test_a_home_folder_is_meant(config_file, monkeypatch):

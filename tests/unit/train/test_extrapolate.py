@@ -309,6 +309,9 @@ class Recorded:
     def state(self) -> tuple[Any, Any]:
         return None, None
 
+    def hurry(self, timeout_s: float) -> None:
+        """Nothing is waited for."""
+
 
 @pytest.mark.parametrize("write_back", ["adapter", "merge"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, WorkerError])

@@ -163,6 +163,17 @@ def test_gdpo_takes_a_function_by_its_parts_or_by_its_value(config: RunConfig) -
     assert sorted(components_of(one)) == ["function", "function/a", "other"]
 
 
+def test_gdpo_refuses_a_value_without_the_parts_that_others_have(config: RunConfig) -> None:
+    """The parts would be 0, and the penalty nowhere."""
+    whole = {"f": 1.0, "f/a": 1.0, "f/b": 0.0}
+    first, second = group(0, (1, 0))
+    nothing = replace(second, reward_components={"f": 0.0})
+    assert components_of([replace(first, reward_components=whole), nothing])["f/a"].tolist() == [1.0, 0.0]
+    penalty = replace(second, reward_components={"f": -1.0})
+    with pytest.raises(ValueError, match="rollout 1 of group 0 has no reward component 'f/a'"):
+        components_of([replace(first, reward_components=whole), penalty])
+
+
 def test_gdpo_judges_groups_by_their_components(config: RunConfig) -> None:
     # Group 0 earns 1 each time, but not with the same component; group 1 earns the same of each.
     rollouts = in_parts(

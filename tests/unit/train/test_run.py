@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rl.config import RunConfig, derive_layout
+from lora_rl.config import RunConfig, derive_layout, resolved_yaml
 from lora_rl.track import RunRecorder, read_metrics
 from lora_rl.track.recorder import FILE_NAME
 from lora_rl.train.checkpoint import CheckpointStore
@@ -83,9 +83,15 @@ def test_a_folder_in_between_that_was_removed_hides_nothing(
     models: dict[str, Path], tmp_path: Path, locks: FolderLocks
 ) -> None:
     wanted, second = tmp_path / "run", tmp_path / "run-3"
-    for name in ("run-3", "run-2-eval", "run-03x", "run-1"):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
     config, warnings = saving(models["tied"], wanted), Warnings()
+    for name, of in {
+        "run-3": wanted,
+        "run-2024": tmp_path / "run-2024",
+        "run-2-eval": wanted,
+        "run-04": wanted,
+    }.items():
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(resolved_yaml(saving(models["tied"], of)))
     CheckpointStore(second / "checkpoints", keep=None, higher_is_better=True, warn=warnings).save(make(10))
     folder, resume, _ = find_run(config, warnings, locks)
     assert (folder, resume.step) == (second, 10)
