@@ -227,20 +227,16 @@ class PolicyGroup:
         calls = [w.call("extrapolation", method, *shared) for w in self.workers]
         return wait(calls, timeout_s=self._timeout, doing=f"extrapolating: {method}")[0]
 
-    def save_adapter(self, path: Path, *, timeout_s: float | None = None) -> None:
-        """Write the current adapters as a PEFT directory, which must not exist yet.
-
-        Args:
-            timeout_s: None: that of a step.
-        """
+    def save_adapter(self, path: Path) -> None:
+        """Write the current adapters as a PEFT directory, which must not exist yet."""
         model = self.config.policy.model_name
         calls = [w.call("save_adapter", str(path.absolute()), model) for w in self.workers]
-        wait(calls, timeout_s=timeout_s or self._timeout, doing="saving the adapter")
+        wait(calls, timeout_s=self._timeout, doing="saving the adapter")
 
-    def save_model(self, path: Path, *, timeout_s: float | None = None) -> None:
-        """Write the weights, without adapters, as a Hugging Face directory, which must not exist yet; see above."""
+    def save_model(self, path: Path) -> None:
+        """Write the weights, without adapters, as a Hugging Face directory, which must not exist yet."""
         calls = [w.call("save_model", str(path.absolute())) for w in self.workers]
-        wait(calls, timeout_s=timeout_s or self._timeout, doing="saving the model")
+        wait(calls, timeout_s=self._timeout, doing="saving the model")
 
     def _cut(self, batch: TrainBatch, *, sequences: int | None = None) -> tuple[list[list[int]], list[list[list[Row]]]]:
         """Sequences of each data-parallel shard, and the microbatches of each, equally many everywhere.

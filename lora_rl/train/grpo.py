@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,32 +87,32 @@ def run_grpo(
             more["extrapolation"] = extrapolation
             train(job, config, console, recorder, timer, stop=stop, save=save, done=done, **more)
         except BaseException as error:
-            keep_after(error, partial(keep_adapter, job.policy, run_dir / ADAPTER_FOLDER))
+            keep_after(error, job.policy, lambda: keep_adapter(job.policy, run_dir / ADAPTER_FOLDER))
             raise
         keep_adapter(job.policy, run_dir / ADAPTER_FOLDER)
 
 
-def keep_adapter(policy: PolicyGroup, path: Path, **options: Any) -> None:
-    """Leave the adapter in the run folder, in place of that of an earlier start.
-
-    Args:
-        options: of `PolicyGroup.save_adapter`.
-    """
-    keep(partial(policy.save_adapter, **options), path)
+def keep_adapter(policy: PolicyGroup, path: Path) -> None:
+    """Leave the adapter in the run folder, in place of that of an earlier start."""
+    keep(policy.save_adapter, path)
 
 
-def keep_after(error: BaseException, keep_result: Callable[..., None]) -> None:
+def keep_after(
+    error: BaseException, policy: PolicyGroup, keep_result: Callable[[], None], *, seconds: float = LAST_WORD_S
+) -> None:
     """Whatever was trained so far is the user's, however the run ends; a rank in mid-step saves after it.
 
     Args:
         error: what ends the run. If ranks are lost, too, it gets a note.
-        keep_result: leaves what was trained in the run folder; takes `timeout_s`.
+        keep_result: leaves what was trained in the run folder.
+        seconds: that ranks have for it, unless the user ends the run: they may be what has failed.
     """
     if isinstance(error, KeyboardInterrupt):
         keep_result()
         return
+    policy.hurry(seconds)
     try:
-        keep_result(timeout_s=LAST_WORD_S)
+        keep_result()
     except Exception as another:
         error.add_note(f"what was trained could not be kept either: {another}")
 

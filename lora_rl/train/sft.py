@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from lora_rl.data import Prompt, PromptSource, Tokenizer, drop_too_long, fetch_m
 from lora_rl.rollout.types import TrainBatch, batch_of_sequences
 from lora_rl.track import Console, PhaseTimer, RunRecorder
 from lora_rl.train.checkpoint import Checkpoint, CheckpointStore
+from lora_rl.train.extrapolate import LAST_WORD_S
 from lora_rl.train.grpo import ADAPTER_FOLDER, is_validation_step, keep, keep_adapter, keep_after, number_of_steps
 from lora_rl.train.job import Data
 from lora_rl.train.resume import Stop, is_save_step, take
@@ -139,7 +139,9 @@ def run_sft(
                 if stop.time_is_up or is_reached:
                     break
         except BaseException as error:
-            keep_after(error, partial(keep_result, job.policy, config, run_dir))
+            # Of a whole model there is more to write.
+            seconds = LAST_WORD_S * (10 if config.sft.train_all_weights else 1)
+            keep_after(error, job.policy, lambda: keep_result(job.policy, config, run_dir), seconds=seconds)
             raise
         keep_result(job.policy, config, run_dir)
 
@@ -150,18 +152,12 @@ def reaches_target(held_out: Mapping[str, float], config: RunConfig) -> bool:
     return target is not None and held_out.get("val/answer_probability", 0.0) >= target
 
 
-def keep_result(policy: PolicyGroup, config: RunConfig, run_dir: Path, **options: Any) -> None:
-    """Leave in the run folder what was trained: the adapter, or the whole model.
-
-    Args:
-        options: of `PolicyGroup.save_adapter` and `save_model`.
-    """
+def keep_result(policy: PolicyGroup, config: RunConfig, run_dir: Path) -> None:
+    """Leave in the run folder what was trained: the adapter, or the whole model."""
     if config.sft.train_all_weights:
-        # There is more to write.
-        options = {name: 10 * seconds for name, seconds in options.items()}
-        keep(partial(policy.save_model, **options), run_dir / MODEL_FOLDER)
+        keep(policy.save_model, run_dir / MODEL_FOLDER)
     else:
-        keep_adapter(policy, run_dir / ADAPTER_FOLDER, **options)
+        keep_adapter(policy, run_dir / ADAPTER_FOLDER)
 
 
 def validate(job: SftJob, config: RunConfig, timer: PhaseTimer) -> dict[str, float]:
